@@ -1,0 +1,140 @@
+"""The 8-bit formats and their reference arithmetic: the truth every kernel is tested against.
+
+Two rules hold for every cast in this package:
+
+* a finite value saturates: it is clamped to the format's range before it is rounded (to nearest, ties to even);
+* a non-finite value becomes NaN (code ``0x7F``). An Inf is never turned into a finite number, and so never hidden.
+  E5M2 has a code for Inf, but the saturating conversion of the hardware would map Inf to the largest finite value.
+
+A *scale* multiplies before the cast; its reciprocal, the *decode scale*, multiplies after the GEMM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Scales stay within these powers of two, so that the decode scale is a normal fp32 number too.
+MAX_SCALE = 2.0**126
+MIN_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Format:
+    """An 8-bit floating-point format.
+
+    Ranges and biases are those of the OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2) and of the OCP
+    Microscaling Formats Specification 1.0 (E8M0).
+
+    Attributes:
+        name: ``"e4m3"``, ``"e5m2"`` or ``"e8m0"``.
+        dtype: torch's dtype of the codes.
+        bias: exponent bias.
+        mantissa_bits: explicit mantissa bits.
+        max: largest finite value.
+        smallest_normal: smallest positive normal value.
+        smallest_subnormal: smallest positive value.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bias: int
+    mantissa_bits: int
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 7, 3, 448.0, 2.0**-6, 2.0**-9)
+E5M2 = Format("e5m2", torch.float8_e5m2, 15, 2, 57344.0, 2.0**-14, 2.0**-16)
+#: Powers of two only: the shared scale of a microscaling block. It has no zero, no sign and one NaN (``0xFF``).
+E8M0 = Format("e8m0", torch.float8_e8m0fnu, 127, 0, 2.0**127, 2.0**-127, 2.0**-127)
+
+_BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0)}
+
+
+def get_format(name: str) -> Format:
+    """The operand format called ``name``.
+
+    Raises:
+        ValueError: ``name`` is neither ``"e4m3"`` nor ``"e5m2"``.
+    """
+    if name not in (E4M3.name, E5M2.name):
+        raise ValueError(f"Unknown FP8 format {name!r}: choose 'e4m3' or 'e5m2'.")
+    return _BY_NAME[name]
+
+
+def quantize(x: Tensor, scale: Tensor | float, fmt: Format) -> Tensor:
+    """Cast ``x * scale`` to ``fmt``.
+
+    Args:
+        x: values of any shape, in any floating dtype.
+        scale: fp32, broadcastable against ``x``.
+        fmt: :data:`E4M3` or :data:`E5M2`.
+
+    Returns:
+        Codes in ``fmt.dtype``, shaped as ``x`` (broadcast with ``scale``).
+    """
+    values = x.float()
+    scaled = (values * scale).clamp(-fmt.max, fmt.max)
+    # The sign of a NaN is dropped: hardware conversions give 0x7F, software ones would keep it.
+    return torch.where(values.isfinite(), scaled, torch.nan).to(fmt.dtype)
+
+
+def dequantize(codes: Tensor, decode_scale: Tensor | float) -> Tensor:
+    """``codes * decode_scale`` in fp32; ``decode_scale`` broadcasts against ``codes``."""
+    return codes.float() * decode_scale
+
+
+def compute_scale(amax: Tensor, fmt: Format, margin: float = 0.0, power_of_two: bool = False) -> Tensor:
+    """The scale that maps ``amax * 2**margin`` onto the largest value of ``fmt``.
+
+    ``scale = fmt.max / amax / 2**margin`` is Transformer Engine's formula (its ``DelayedScaling`` recipe, 2.x). It is
+    kept within ``[2**-126, 2**126]``, so that neither a zero amax nor a tiny one gives Inf. A non-finite amax gives
+    scale 1: the operand holds NaN codes whatever its scale.
+
+    Args:
+        amax: fp32, non-negative, any shape.
+        fmt: format of the codes.
+        margin: headroom in powers of two; fractions are allowed (1.2 is 0.263).
+        power_of_two: round the scale down to a power of two, so that scaling is exact.
+
+    Returns:
+        fp32, shaped as ``amax``.
+    """
+    scale = torch.full_like(amax, fmt.max) / amax
+    if margin:
+        scale = scale * 2.0**-margin
+    scale = scale.clamp(MIN_SCALE, MAX_SCALE)
+    if power_of_two:
+        scale = round_down_to_power_of_two(scale)
+    usable = amax.isfinite() & (amax > 0)
+    return torch.where(usable, scale, 1.0)
+
+
+def round_down_to_power_of_two(x: Tensor) -> Tensor:
+    """Clear the mantissa of positive normal fp32 values."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def compute_e8m0_decode_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """The shared power-of-two decode scale of a microscaling block, rounded *up*.
+
+    ``2**ceil(log2(amax / fmt.max))``: rounding down would saturate the block's largest values, which makes training
+    diverge (Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025).
+
+    Args:
+        amax: fp32, non-negative, any shape.
+        fmt: format of the codes.
+
+    Returns:
+        fp32 powers of two, shaped as ``amax``, each a value E8M0 holds exactly. NaN for a non-finite amax.
+    """
+    ratio = (amax / fmt.max).clamp(MIN_SCALE, MAX_SCALE)
+    floor = round_down_to_power_of_two(ratio)
+    return torch.where(amax.isfinite(), torch.where(floor < ratio, floor * 2, floor), torch.nan)

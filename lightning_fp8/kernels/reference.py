@@ -1,0 +1,153 @@
+"""The casts and GEMMs in plain torch: what the fast kernels are tested against, and what runs where they cannot.
+
+Operands are matrices. A cast gives the *straight* operand, contracted over its last dimension, and the *transposed*
+one, contracted over its first and laid out row-major like the other. Every GEMM then has the form ``a @ b^T``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.formats import compute_e8m0_decode_scale, compute_scale, quantize
+from lightning_fp8.recipes import Cast
+from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
+    """What the number of rows is padded to, so that the hardware takes the transposed operand."""
+    return max(cast.multiple for cast in (straight, transposed) if cast is not None)
+
+
+def decode_scale_shape(rows: int, columns: int, cast: Cast) -> tuple[int, int]:
+    """Shape of the decode scales of an operand of ``rows x columns`` codes."""
+    return {
+        "tensorwise": (1, 1),
+        "rowwise": (rows, 1),
+        "1x128": (rows, columns // 128),
+        "128x128": (rows // 128, columns // 128),
+        "1x32": (rows, columns // 32),
+    }[cast.granularity]
+
+
+def cast(
+    x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor | None, stored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast a matrix for its two GEMMs, and note its amax.
+
+    Args:
+        x: ``[rows, columns]``, fp32, bf16 or fp16. ``columns`` is a multiple of what the casts need; rows are padded
+            with zeros.
+        straight: cast of the operand contracted over columns, or ``None`` to leave it out.
+        transposed: cast of the operand contracted over rows, or ``None`` to leave it out.
+        slot: the statistics of this layer and role, fp32 ``[4]``, changed in place: the amax joins the window's; with
+            ``stored`` an unset scale is taken from the data. ``None`` notes nothing.
+        stored: take tensorwise scales from ``slot`` instead of the data.
+
+    Returns:
+        ``(codes, decode_scale, codes_transposed, decode_scale_transposed)``; codes are ``[padded_rows, columns]`` and
+        ``[columns, padded_rows]``, decode scales fp32 in the shape that :func:`decode_scale_shape` gives. What was
+        left out is an empty tensor.
+    """
+    amax = amax_of(x)
+    if slot is not None:
+        # .data: the statistics are no part of the autograd graph, whose version checks they would trip.
+        slot = slot.data
+        slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
+    padded = F.pad(x, (0, 0, 0, round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]))
+    codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
+    codes_t, decode_t = _cast_one(padded.t(), transposed, amax, slot, SCALE_TRANSPOSED if stored else None)
+    return codes, decode, codes_t, decode_t
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude, fp32 scalar; NaN and Inf propagate; 0 for an empty tensor."""
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def _cast_one(
+    x: Tensor, cast: Cast | None, amax: Tensor, slot: Tensor | None, stored: int | None
+) -> tuple[Tensor, Tensor]:
+    if cast is None:
+        return x.new_empty(0), x.new_empty(0)
+    rows, columns = x.shape
+    values = x.contiguous().float()
+    if cast.granularity == "tensorwise":
+        scale = compute_scale(amax, cast.format, cast.margin, cast.power_of_two)
+        if slot is not None and stored is not None:
+            scale = _stored_scale(slot, stored, amax, scale)
+        scale = scale.view(1, 1)
+        return quantize(values, scale, cast.format), 1 / scale
+    blocks = _as_blocks(values, cast)
+    block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if cast.granularity == "1x32":
+        decode = compute_e8m0_decode_scale(block_amax, cast.format)
+        scale = 1 / decode
+    else:
+        scale = compute_scale(block_amax, cast.format, cast.margin, cast.power_of_two)
+        decode = 1 / scale
+    codes = quantize(blocks, scale, cast.format).view(rows, columns)
+    return codes, decode.view(decode_scale_shape(rows, columns, cast))
+
+
+def _stored_scale(slot: Tensor, column: int, amax: Tensor, from_data: Tensor) -> Tensor:
+    """The scale in the slot; if unset (0), the data's, which is kept if the data can tell one."""
+    scale = torch.where(slot[column] == 0, from_data, slot[column])
+    telling = amax.isfinite() & (amax > 0)
+    slot[column].copy_(torch.where(telling, scale, slot[column]))
+    return scale
+
+
+def _as_blocks(values: Tensor, cast: Cast) -> Tensor:
+    """``[row blocks, block rows, column blocks, block columns]``: dimensions 1 and 3 share a scale."""
+    rows, columns = values.shape
+    height, width = {"rowwise": (1, columns), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}[
+        cast.granularity
+    ]
+    return values.view(rows // height, height, columns // width, width)
+
+
+def dequantize_operand(codes: Tensor, decode_scale: Tensor) -> Tensor:
+    """An operand's values in fp32: each decode scale spread over the codes that share it.
+
+    Args:
+        codes: ``[rows, columns]`` FP8.
+        decode_scale: fp32, in the shape that :func:`decode_scale_shape` gives.
+    """
+    rows, columns = codes.shape
+    height, width = rows // decode_scale.shape[0], columns // decode_scale.shape[1]
+    spread = decode_scale.repeat_interleave(height, 0) if height > 1 and decode_scale.shape[0] > 1 else decode_scale
+    if width > 1 and decode_scale.shape[1] > 1:
+        spread = spread.repeat_interleave(width, 1)
+    return codes.float() * spread
+
+
+def scaled_mm(a: Tensor, b: Tensor, decode_a: Tensor, decode_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b^T`` of two quantised operands, accumulated in fp32.
+
+    Where each row has one scale (or the whole tensor has), the codes are multiplied and the product is scaled, as
+    tensor cores do. On a GPU the codes go through bf16, which holds every FP8 value exactly.
+
+    Args:
+        a: FP8 ``[m, k]``.
+        b: FP8 ``[n, k]``.
+        decode_a: fp32 decode scales of ``a``.
+        decode_b: fp32 decode scales of ``b``.
+        out_dtype: dtype of the result.
+
+    Returns:
+        ``[m, n]``.
+    """
+    if decode_a.shape[1] != 1 or decode_b.shape[1] != 1:
+        return (dequantize_operand(a, decode_a) @ dequantize_operand(b, decode_b).t()).to(out_dtype)
+    if a.is_cuda:
+        product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+    else:
+        product = a.float() @ b.float().t()
+    return (product * decode_a * decode_b.t()).to(out_dtype)

@@ -1,0 +1,430 @@
+"""Recipes: what is cast to what, with which scale, for each of the three GEMMs of a linear layer.
+
+A linear layer multiplies three times (``x`` is the input ``[tokens, in]``, ``w`` the weight ``[out, in]``, ``g`` the
+gradient of the output ``[tokens, out]``)::
+
+    output      = x   @ w^T        contracts over in
+    grad_input  = g   @ w          contracts over out
+    grad_weight = g^T @ x          contracts over tokens
+
+Every operand enters two of them: once *straight* (contracted over its last dimension) and once *transposed*
+(contracted over its first)::
+
+    role         straight in    transposed in
+    input        output         grad_weight
+    weight       output         grad_input
+    grad_output  grad_input     grad_weight
+
+A recipe is plain data: one :class:`Cast` for each of these six uses, and where their scales come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lightning_fp8.formats import E4M3, E5M2, Format, get_format
+
+Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
+Role = Literal["input", "weight", "grad_output"]
+Gemm = Literal["output", "grad_input", "grad_weight"]
+ScaleSource = Literal["history", "constant", "data"]
+
+ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+#: The (straight, transposed) GEMM of each role.
+GEMMS_OF: dict[Role, tuple[Gemm, Gemm]] = {
+    "input": ("output", "grad_weight"),
+    "weight": ("output", "grad_input"),
+    "grad_output": ("grad_input", "grad_weight"),
+}
+#: The two operands of each GEMM, in the order of multiplication.
+OPERANDS_OF: dict[Gemm, tuple[Role, Role]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+#: Operand sizes must be multiples of this: 16 is cuBLASLt's rule for FP8, the others are the blocks' own lengths.
+SIZE_MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "1x128": 128, "128x128": 128, "1x32": 32}
+
+#: Named choices of formats, by role or by ``"gemm.role"``.
+FORMAT_CHOICES: dict[str, dict[str, str]] = {
+    "hybrid": {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"},
+    "e4m3": {"input": "e4m3", "weight": "e4m3", "grad_output": "e4m3"},
+    # E4M3 everywhere, and E5M2 for the gradient of the weight-gradient GEMM only.
+    "e5m2_grad_weight": {
+        "input": "e4m3",
+        "weight": "e4m3",
+        "grad_output": "e4m3",
+        "grad_weight.grad_output": "e5m2",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand of one GEMM is cast.
+
+    Attributes:
+        format: E4M3 or E5M2.
+        granularity: which values share a scale: ``tensorwise`` all of them, ``rowwise`` those that are summed with
+            each other, ``1x128`` and ``1x32`` that many neighbours along the contracted dimension, ``128x128`` a tile.
+        power_of_two: scales are rounded down to powers of two (``1x32`` decode scales always round up).
+        margin: headroom kept below the format's maximum, in powers of two.
+    """
+
+    format: Format
+    granularity: Granularity
+    power_of_two: bool = False
+    margin: float = 0.0
+
+    @property
+    def multiple(self) -> int:
+        """What both sizes of the operand must be multiples of."""
+        return SIZE_MULTIPLE[self.granularity]
+
+    def __str__(self) -> str:
+        text = f"{self.format.name}/{self.granularity}"
+        if self.power_of_two:
+            text += "/pow2"
+        return f"{text}/margin={self.margin!r}" if self.margin else text
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def parse(text: str) -> Cast | None:
+        """The inverse of ``str(cast)``; the empty string is no cast. Custom operators carry casts as strings."""
+        if not text:
+            return None
+        name, granularity, *options = text.split("/")
+        if granularity not in SIZE_MULTIPLE:
+            raise ValueError(f"Unknown granularity {granularity!r}: choose one of {', '.join(SIZE_MULTIPLE)}.")
+        margin = next((float(o.removeprefix("margin=")) for o in options if o.startswith("margin=")), 0.0)
+        return Cast(get_format(name), granularity, "pow2" in options, margin)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class OperandCasts:
+    """The two casts of one role; ``None`` where that GEMM takes the operand in high precision."""
+
+    straight: Cast | None
+    transposed: Cast | None
+
+
+class Recipe:
+    """Base of all recipes. Ordinary classes, compared by value, described by their constructor's arguments.
+
+    Attributes:
+        name: the word users write in ``FP8Precision(recipe=...)``.
+        source: where scales come from: the ``history`` of amaxes, a ``constant``, or the ``data`` at hand.
+        casts: the casts of each role.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[ScaleSource] = "data"
+    casts: dict[Role, OperandCasts]
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain values."""
+        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
+        return {name: getattr(self, name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that :func:`get_recipe` turns into an equal recipe."""
+        return {"name": self.name, **self.settings()}
+
+    def gemm_casts(self, gemm: Gemm) -> tuple[Cast, Cast] | None:
+        """The casts of both operands of ``gemm``, or ``None`` where it runs in high precision."""
+        pair = [self._cast_for(gemm, role) for role in OPERANDS_OF[gemm]]
+        return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+    @property
+    def size_multiple(self) -> int:
+        """What a layer's in_features and out_features must be multiples of."""
+        uses = [cast for role in ROLES for cast in (self.casts[role].straight, self.casts[role].transposed)]
+        return max(cast.multiple for cast in uses if cast is not None)
+
+    def _cast_for(self, gemm: Gemm, role: Role) -> Cast | None:
+        casts = self.casts[role]
+        return casts.straight if GEMMS_OF[role][0] == gemm else casts.transposed
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+
+
+class DelayedScaling(Recipe):
+    """One scale a tensor, known before the data: from the amaxes of the steps before.
+
+    Args:
+        amax_history_len: how many steps are looked back on (Transformer Engine's default is 1024).
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+        margin: headroom in powers of two; fractions are allowed.
+        format: ``"hybrid"`` (gradients E5M2), ``"e4m3"``, ``"e5m2_grad_weight"``, or a mapping from roles (or
+            ``"gemm.role"``) to formats.
+        smoothing: weight of the previous scale in the new one, in [0, 1); 0.5 is half and half.
+        max_scale: upper bound of every scale, or ``None``.
+        power_of_two: round scales down to powers of two.
+        reduce_amax: take the largest amax of all ranks.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    name = "delayed"
+    source = "history"
+
+    def __init__(
+        self,
+        amax_history_len: int = 1024,
+        amax_compute_algo: Literal["max", "most_recent"] = "max",
+        margin: float = 0.0,
+        format: str | dict[str, str] = "hybrid",
+        smoothing: float = 0.0,
+        max_scale: float | None = None,
+        power_of_two: bool = False,
+        reduce_amax: bool = True,
+    ) -> None:
+        if amax_history_len < 1:
+            raise ValueError(f"amax_history_len must be at least 1, got {amax_history_len}.")
+        if amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}.")
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}: it is the weight of the previous scale.")
+        if max_scale is not None and not (max_scale > 0 and math.isfinite(max_scale)):
+            raise ValueError(f"max_scale must be a positive number or None, got {max_scale}.")
+        self.amax_history_len = amax_history_len
+        self.amax_compute_algo = amax_compute_algo
+        self.margin = _checked_margin(margin)
+        self.format = format
+        self.smoothing = smoothing
+        self.max_scale = max_scale
+        self.power_of_two = power_of_two
+        self.reduce_amax = reduce_amax
+        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin)
+
+
+class StaticScaling(Recipe):
+    """Constant scales, for comparison: what happens to FP8 without scaling.
+
+    Args:
+        scale: one scale for all roles, or one a role.
+        format: as in :class:`DelayedScaling`.
+
+    Raises:
+        ValueError: a scale is not a positive number, or a role is missing or unknown.
+    """
+
+    name = "static"
+    source = "constant"
+
+    def __init__(self, scale: float | dict[str, float] = 1.0, format: str | dict[str, str] = "e4m3") -> None:
+        by_role = dict(scale) if isinstance(scale, Mapping) else dict.fromkeys(ROLES, scale)
+        if set(by_role) != set(ROLES):
+            raise ValueError(f"StaticScaling needs one scale for each of {', '.join(ROLES)}; got {sorted(by_role)}.")
+        if not all(value > 0 and math.isfinite(value) for value in by_role.values()):
+            raise ValueError(f"Static scales must be positive numbers, got {by_role}.")
+        self.scale = scale
+        self.format = format
+        self.casts = _uniform_casts(format, "tensorwise")
+
+    def scale_of(self, role: Role) -> float:
+        """The constant scale of ``role``."""
+        return self.scale[role] if isinstance(self.scale, Mapping) else self.scale
+
+
+class TensorwiseScaling(Recipe):
+    """One scale a tensor, from its own amax (also called current or dynamic scaling).
+
+    Args:
+        format: as in :class:`DelayedScaling`.
+        margin: headroom in powers of two.
+        power_of_two: round scales down to powers of two.
+    """
+
+    name = "tensorwise"
+
+    def __init__(
+        self, format: str | dict[str, str] = "hybrid", margin: float = 0.0, power_of_two: bool = False
+    ) -> None:
+        self.format = format
+        self.margin = _checked_margin(margin)
+        self.power_of_two = power_of_two
+        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin)
+
+
+class RowwiseScaling(Recipe):
+    """One scale for every row of the left operand and every column of the right one, in each GEMM.
+
+    Args:
+        format: as in :class:`DelayedScaling`.
+        grad_weight_high_precision: compute the weight gradient in the layer's own precision. The weight then takes one
+            scale a tensor in the input-gradient GEMM, as torchao's ``rowwise_with_gw_hp`` does.
+        power_of_two: round scales down to powers of two, as torchao's rowwise recipes do.
+        margin: headroom in powers of two.
+    """
+
+    name = "rowwise"
+
+    def __init__(
+        self,
+        format: str | dict[str, str] = "e4m3",
+        grad_weight_high_precision: bool = False,
+        power_of_two: bool = True,
+        margin: float = 0.0,
+    ) -> None:
+        self.format = format
+        self.grad_weight_high_precision = grad_weight_high_precision
+        self.power_of_two = power_of_two
+        self.margin = _checked_margin(margin)
+        casts = _uniform_casts(format, "rowwise", power_of_two, margin)
+        if grad_weight_high_precision:
+            weight = casts["weight"]
+            transposed = Cast(_required(weight.transposed).format, "tensorwise", power_of_two, margin)
+            casts = {
+                "input": OperandCasts(casts["input"].straight, None),
+                "weight": OperandCasts(weight.straight, transposed),
+                "grad_output": OperandCasts(casts["grad_output"].straight, None),
+            }
+        self.casts = casts
+
+
+class BlockwiseScaling(Recipe):
+    """1x128 blocks for inputs and gradients, 128x128 tiles for weights (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+    Args:
+        format: as in :class:`DelayedScaling`.
+        power_of_two: round scales down to powers of two.
+    """
+
+    name = "blockwise"
+
+    def __init__(self, format: str | dict[str, str] = "e4m3", power_of_two: bool = False) -> None:
+        self.format = format
+        self.power_of_two = power_of_two
+        casts = _uniform_casts(format, "1x128", power_of_two)
+        casts["weight"] = _uniform_casts(format, "128x128", power_of_two)["weight"]
+        self.casts = casts
+
+
+class MXFP8Scaling(Recipe):
+    """32 neighbours along the contracted dimension share a power-of-two scale (OCP Microscaling 1.0), rounded up.
+
+    Args:
+        format: as in :class:`DelayedScaling`.
+    """
+
+    name = "mxfp8"
+
+    def __init__(self, format: str | dict[str, str] = "e4m3") -> None:
+        self.format = format
+        self.casts = _uniform_casts(format, "1x32")
+
+
+_CLASSES: dict[str, type[Recipe]] = {
+    cls.name: cls
+    for cls in (DelayedScaling, TensorwiseScaling, RowwiseScaling, BlockwiseScaling, MXFP8Scaling, StaticScaling)
+}
+#: Names that stand for a class with settings.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "rowwise_gw_hp": {"name": "rowwise", "grad_weight_high_precision": True},
+}
+RECIPE_NAMES: tuple[str, ...] = (*_CLASSES, *_PRESETS)
+
+
+def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
+    """A recipe from its name, from a mapping with its ``name`` and settings, or itself.
+
+    Raises:
+        ValueError: the name or a setting is unknown.
+        TypeError: ``recipe`` is of another type.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        recipe = _PRESETS.get(recipe, {"name": recipe})
+    if not isinstance(recipe, Mapping):
+        raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {type(recipe).__name__}.")
+    settings = dict(recipe)
+    name = settings.pop("name", None)
+    if name in _PRESETS:
+        preset = dict(_PRESETS[name])
+        name = preset.pop("name")
+        settings = {**preset, **settings}
+    if name not in _CLASSES:
+        raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
+    known = inspect.signature(_CLASSES[name].__init__).parameters
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        choices = ", ".join(p for p in known if p != "self")
+        raise ValueError(f"Recipe {name!r} has no setting {', '.join(unknown)}: choose among {choices}.")
+    return _CLASSES[name](**settings)
+
+
+def _uniform_casts(
+    format: str | dict[str, str], granularity: Granularity, power_of_two: bool = False, margin: float = 0.0
+) -> dict[Role, OperandCasts]:
+    """The same granularity for all operands, in the formats asked for."""
+    formats = _resolve_formats(format)
+
+    def cast(gemm: Gemm, role: Role) -> Cast:
+        return Cast(formats[gemm, role], granularity, power_of_two, margin)
+
+    return {role: OperandCasts(*(cast(gemm, role) for gemm in GEMMS_OF[role])) for role in ROLES}
+
+
+def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role], Format]:
+    """The format of each operand of each GEMM."""
+    if isinstance(choice, str):
+        if choice not in FORMAT_CHOICES:
+            known = ", ".join(repr(name) for name in FORMAT_CHOICES)
+            raise ValueError(f"Unknown format {choice!r}: choose {known}, or give a mapping from roles to formats.")
+        choice = FORMAT_CHOICES[choice]
+    uses = [(gemm, role) for gemm, roles in OPERANDS_OF.items() for role in roles]
+    known_keys = {*ROLES, *(f"{gemm}.{role}" for gemm, role in uses)}
+    unknown = sorted(set(choice) - known_keys)
+    if unknown:
+        raise ValueError(f"Unknown operand {', '.join(unknown)} in format: choose among {', '.join(sorted(known_keys))}.")
+    named = {**FORMAT_CHOICES["e4m3"], **choice}
+    formats = {(gemm, role): get_format(named.get(f"{gemm}.{role}", named[role])) for gemm, role in uses}
+    for gemm, (left, right) in OPERANDS_OF.items():
+        if formats[gemm, left] is E5M2 and formats[gemm, right] is E5M2:
+            raise ValueError(
+                f"The {gemm} GEMM would multiply E5M2 by E5M2, which no tensor core does: give {left} or {right} E4M3."
+            )
+    return formats
+
+
+def _checked_margin(margin: float) -> float:
+    if not (math.isfinite(margin) and margin >= 0):
+        raise ValueError(f"margin must be a number of powers of two, at least 0, got {margin}.")
+    return margin
+
+
+def _required(cast: Cast | None) -> Cast:
+    if cast is None:
+        raise ValueError("This recipe needs both casts of the weight.")
+    return cast
+
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "BlockwiseScaling",
+    "Cast",
+    "DelayedScaling",
+    "MXFP8Scaling",
+    "OperandCasts",
+    "Recipe",
+    "RowwiseScaling",
+    "StaticScaling",
+    "TensorwiseScaling",
+    "get_recipe",
+]
