@@ -91,26 +91,34 @@ def dequantize(codes: Tensor, decode_scale: Tensor | float) -> Tensor:
     return codes.float() * decode_scale
 
 
-def compute_scale(amax: Tensor, fmt: Format, margin: float = 0.0, power_of_two: bool = False) -> Tensor:
-    """The scale that maps ``amax * 2**margin`` onto the largest value of ``fmt``.
+def compute_scale(
+    amax: Tensor,
+    max_value: float | Tensor,
+    margin: float = 0.0,
+    power_of_two: bool = False,
+    max_scale: float = MAX_SCALE,
+) -> Tensor:
+    """The scale that maps ``amax * 2**margin`` onto ``max_value``, the largest value of a format.
 
-    ``scale = fmt.max / amax / 2**margin`` is Transformer Engine's formula (its ``DelayedScaling`` recipe, 2.x). It is
-    kept within ``[2**-126, 2**126]``, so that neither a zero amax nor a tiny one gives Inf. A non-finite amax gives
+    ``scale = max_value / amax / 2**margin`` is Transformer Engine's formula (its ``DelayedScaling`` recipe, 2.x). It is
+    kept within ``[2**-126, max_scale]``, so that neither a zero amax nor a tiny one gives Inf. A non-finite amax gives
     scale 1: the operand holds NaN codes whatever its scale.
 
     Args:
         amax: fp32, non-negative, any shape.
-        fmt: format of the codes.
+        max_value: largest value of the codes' format; a tensor broadcasts against ``amax``.
         margin: headroom in powers of two; fractions are allowed (1.2 is 0.263).
         power_of_two: round the scale down to a power of two, so that scaling is exact.
+        max_scale: upper bound of the scale.
 
     Returns:
         fp32, shaped as ``amax``.
     """
-    scale = torch.full_like(amax, fmt.max) / amax
+    # A Python number over a tensor would be rounded twice: torch multiplies by the reciprocal.
+    scale = (max_value if isinstance(max_value, Tensor) else torch.full_like(amax, max_value)) / amax
     if margin:
         scale = scale * 2.0**-margin
-    scale = scale.clamp(MIN_SCALE, MAX_SCALE)
+    scale = scale.clamp(MIN_SCALE, max_scale)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
     usable = amax.isfinite() & (amax > 0)

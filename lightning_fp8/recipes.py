@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lightning_fp8.formats import E4M3, E5M2, Format, get_format
+from lightning_fp8.formats import E5M2, MAX_SCALE, Format, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 Role = Literal["input", "weight", "grad_output"]
@@ -74,12 +74,14 @@ class Cast:
             each other, ``1x128`` and ``1x32`` that many neighbours along the contracted dimension, ``128x128`` a tile.
         power_of_two: scales are rounded down to powers of two (``1x32`` decode scales always round up).
         margin: headroom kept below the format's maximum, in powers of two.
+        max_scale: upper bound of the scale.
     """
 
     format: Format
     granularity: Granularity
     power_of_two: bool = False
     margin: float = 0.0
+    max_scale: float = MAX_SCALE
 
     @property
     def multiple(self) -> int:
@@ -87,10 +89,14 @@ class Cast:
         return SIZE_MULTIPLE[self.granularity]
 
     def __str__(self) -> str:
-        text = f"{self.format.name}/{self.granularity}"
+        parts = [self.format.name, self.granularity]
         if self.power_of_two:
-            text += "/pow2"
-        return f"{text}/margin={self.margin!r}" if self.margin else text
+            parts.append("pow2")
+        if self.margin:
+            parts.append(f"margin={self.margin!r}")
+        if self.max_scale != MAX_SCALE:
+            parts.append(f"max_scale={self.max_scale!r}")
+        return "/".join(parts)
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -101,8 +107,8 @@ class Cast:
         name, granularity, *options = text.split("/")
         if granularity not in SIZE_MULTIPLE:
             raise ValueError(f"Unknown granularity {granularity!r}: choose one of {', '.join(SIZE_MULTIPLE)}.")
-        margin = next((float(o.removeprefix("margin=")) for o in options if o.startswith("margin=")), 0.0)
-        return Cast(get_format(name), granularity, "pow2" in options, margin)  # type: ignore[arg-type]
+        numbers = {key: float(value) for key, value in (option.split("=") for option in options if "=" in option)}
+        return Cast(get_format(name), granularity, "pow2" in options, **numbers)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ class DelayedScaling(Recipe):
         self.max_scale = max_scale
         self.power_of_two = power_of_two
         self.reduce_amax = reduce_amax
-        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin)
+        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin, max_scale or MAX_SCALE)
 
 
 class StaticScaling(Recipe):
@@ -286,11 +292,10 @@ class RowwiseScaling(Recipe):
         self.margin = _checked_margin(margin)
         casts = _uniform_casts(format, "rowwise", power_of_two, margin)
         if grad_weight_high_precision:
-            weight = casts["weight"]
-            transposed = Cast(_required(weight.transposed).format, "tensorwise", power_of_two, margin)
+            tensorwise = _uniform_casts(format, "tensorwise", power_of_two, margin)
             casts = {
                 "input": OperandCasts(casts["input"].straight, None),
-                "weight": OperandCasts(weight.straight, transposed),
+                "weight": OperandCasts(casts["weight"].straight, tensorwise["weight"].transposed),
                 "grad_output": OperandCasts(casts["grad_output"].straight, None),
             }
         self.casts = casts
@@ -369,13 +374,17 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
 
 
 def _uniform_casts(
-    format: str | dict[str, str], granularity: Granularity, power_of_two: bool = False, margin: float = 0.0
+    format: str | dict[str, str],
+    granularity: Granularity,
+    power_of_two: bool = False,
+    margin: float = 0.0,
+    max_scale: float = MAX_SCALE,
 ) -> dict[Role, OperandCasts]:
     """The same granularity for all operands, in the formats asked for."""
     formats = _resolve_formats(format)
 
     def cast(gemm: Gemm, role: Role) -> Cast:
-        return Cast(formats[gemm, role], granularity, power_of_two, margin)
+        return Cast(formats[gemm, role], granularity, power_of_two, margin, max_scale)
 
     return {role: OperandCasts(*(cast(gemm, role) for gemm in GEMMS_OF[role])) for role in ROLES}
 
@@ -407,24 +416,3 @@ def _checked_margin(margin: float) -> float:
         raise ValueError(f"margin must be a number of powers of two, at least 0, got {margin}.")
     return margin
 
-
-def _required(cast: Cast | None) -> Cast:
-    if cast is None:
-        raise ValueError("This recipe needs both casts of the weight.")
-    return cast
-
-
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "BlockwiseScaling",
-    "Cast",
-    "DelayedScaling",
-    "MXFP8Scaling",
-    "OperandCasts",
-    "Recipe",
-    "RowwiseScaling",
-    "StaticScaling",
-    "TensorwiseScaling",
-    "get_recipe",
-]

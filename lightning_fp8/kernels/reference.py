@@ -79,7 +79,7 @@ def _cast_one(
     rows, columns = x.shape
     values = x.contiguous().float()
     if cast.granularity == "tensorwise":
-        scale = compute_scale(amax, cast.format, cast.margin, cast.power_of_two)
+        scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
         if slot is not None and stored is not None:
             scale = _stored_scale(slot, stored, amax, scale)
         scale = scale.view(1, 1)
@@ -90,7 +90,7 @@ def _cast_one(
         decode = compute_e8m0_decode_scale(block_amax, cast.format)
         scale = 1 / decode
     else:
-        scale = compute_scale(block_amax, cast.format, cast.margin, cast.power_of_two)
+        scale = compute_scale(block_amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
         decode = 1 / scale
     codes = quantize(blocks, scale, cast.format).view(rows, columns)
     return codes, decode.view(decode_scale_shape(rows, columns, cast))
