@@ -1,0 +1,1 @@
+"""A small decoder-only transformer on the bytes of real text."""

@@ -1,0 +1,1 @@
+"""A small vision transformer on scikit-learn's handwritten digits."""
