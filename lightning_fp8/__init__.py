@@ -1,0 +1,31 @@
+"""FP8 training for PyTorch Lightning with one line: ``Trainer(plugins=[FP8Precision()])``."""
+
+from __future__ import annotations
+
+from lightning_fp8.model import convert_model, revert_model, step
+from lightning_fp8.precision import FP8Precision
+from lightning_fp8.recipes import (
+    BlockwiseScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+    StaticScaling,
+    TensorwiseScaling,
+)
+from lightning_fp8.selection import LayerSelection
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockwiseScaling",
+    "DelayedScaling",
+    "FP8Precision",
+    "LayerSelection",
+    "MXFP8Scaling",
+    "RowwiseScaling",
+    "StaticScaling",
+    "TensorwiseScaling",
+    "convert_model",
+    "revert_model",
+    "step",
+]

@@ -22,7 +22,7 @@ def round_up(size: int, multiple: int) -> int:
 
 def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
     """What the number of rows is padded to, so that the hardware takes the transposed operand."""
-    return max(cast.multiple for cast in (straight, transposed) if cast is not None)
+    return max((cast.multiple for cast in (straight, transposed) if cast is not None), default=1)
 
 
 def decode_scale_shape(rows: int, columns: int, cast: Cast) -> tuple[int, int]:
@@ -144,10 +144,11 @@ def scaled_mm(a: Tensor, b: Tensor, decode_a: Tensor, decode_b: Tensor, out_dtyp
     Returns:
         ``[m, n]``.
     """
-    if decode_a.shape[1] != 1 or decode_b.shape[1] != 1:
-        return (dequantize_operand(a, decode_a) @ dequantize_operand(b, decode_b).t()).to(out_dtype)
-    if a.is_cuda:
-        product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
-    else:
-        product = a.float() @ b.float().t()
-    return (product * decode_a * decode_b.t()).to(out_dtype)
+    with torch.autocast(a.device.type, enabled=False):  # It would multiply in bf16.
+        if decode_a.shape[1] != 1 or decode_b.shape[1] != 1:
+            return (dequantize_operand(a, decode_a) @ dequantize_operand(b, decode_b).t()).to(out_dtype)
+        if a.is_cuda:
+            product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+        else:
+            product = a.float() @ b.float().t()
+        return (product * decode_a * decode_b.t()).to(out_dtype)

@@ -1,0 +1,79 @@
+"""Turn ``nn.Linear`` layers into :class:`~lightning_fp8.linear.Float8Linear` in place, and back.
+
+Only the class of the module object changes. Names, hooks, ties, the training flag, dtypes, requires_grad, and every
+reference that anybody holds to the module or its parameters stay what they were, the root module included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_fp8.linear import Float8Linear, Float8State
+from lightning_fp8.scaling import ScalingState
+from lightning_fp8.selection import linear_layers, why_not_weight
+
+
+def to_float8(model: nn.Module, names: list[str], scaling: ScalingState, autocast_only: bool) -> None:
+    """Convert the layers called ``names`` in place.
+
+    Args:
+        model: holds the layers.
+        names: qualified names: the rows of ``scaling``'s table.
+        scaling: their scale state.
+        autocast_only: FP8 under autocast only.
+    """
+    layers = linear_layers(model)
+    bypassed = _layers_of_encoders(model)
+    for index, name in enumerate(names):
+        layer = layers[name]
+        layer.fp8 = Float8State(scaling, index, autocast_only)  # type: ignore[assignment]
+        if is_lazy(layer.weight):
+            layer.register_forward_pre_hook(_convert_when_materialized)
+        else:
+            layer.__class__ = Float8Linear
+        if id(layer) in bypassed:
+            layer.register_forward_pre_hook(_forbid_fast_path)
+
+
+def to_linear(model: nn.Module) -> None:
+    """Undo :func:`to_float8` on every layer of ``model``."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and "fp8" in layer.__dict__:
+            del layer.fp8
+            hooks = layer._forward_pre_hooks
+            for key in [k for k, hook in hooks.items() if hook in (_convert_when_materialized, _forbid_fast_path)]:
+                del hooks[key]
+            if isinstance(layer, Float8Linear):
+                layer.__class__ = nn.Linear
+
+
+def _convert_when_materialized(layer: nn.Module, args: Any) -> None:
+    """Runs behind the hook with which a lazy layer takes its sizes from the first input.
+
+    torch has looked up ``forward`` before it calls hooks, so this first call still runs in high precision.
+    """
+    if not isinstance(layer, nn.Linear) or is_lazy(layer.weight):
+        return
+    hooks = layer._forward_pre_hooks
+    for key in [k for k, hook in hooks.items() if hook is _convert_when_materialized]:
+        del hooks[key]
+    state: Float8State = layer.__dict__["fp8"]
+    if why_not_weight(layer.weight, state.scaling.recipe) is None:
+        layer.__class__ = Float8Linear
+        state.link()
+
+
+def _forbid_fast_path(layer: nn.Module, args: Any) -> None:
+    """Does nothing: a hook below it is what keeps ``nn.TransformerEncoderLayer`` off its evaluation fast path.
+
+    That path multiplies with the feed-forward weights without calling the layers, so that a model would be trained in
+    FP8 and evaluated in another precision.
+    """
+
+
+def _layers_of_encoders(model: nn.Module) -> set[int]:
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    return {id(layer) for encoder in encoders for layer in encoder.modules() if isinstance(layer, nn.Linear)}

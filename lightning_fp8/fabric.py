@@ -1,0 +1,139 @@
+"""``FP8Precision`` for Fabric."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.precision import Precision as LightningPrecision
+from torch import Tensor, nn
+from torch.optim import LBFGS
+
+from lightning_fp8.backends import Backend
+from lightning_fp8.loss_scaling import LossScale
+from lightning_fp8.model import Conversion
+from lightning_fp8.policy import Precision
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.selection import LayerSelection
+from lightning_fp8.settings import FP8Settings
+
+
+class FP8Precision(LightningPrecision):
+    """FP8 training for Fabric: ``Fabric(plugins=[FP8Precision()])``.
+
+    Arguments are those of the Trainer's :class:`lightning_fp8.FP8Precision`. Fabric saves no plugin state: put
+    ``precision.state_dict()`` into what you save, and give it to ``precision.load_state_dict`` after ``fabric.setup``.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or the recipe cannot run here.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | dict[str, Any] | str = "delayed",
+        *,
+        backend: Backend | str = "auto",
+        precision: Precision = "bf16-mixed",
+        loss_scale: LossScale | None = None,
+        layers: LayerSelection | Literal["auto"] = "auto",
+    ) -> None:
+        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers)
+        self.precision = precision
+        self._model: nn.Module | None = None
+        self._conversions: list[Conversion] = []
+
+    def __repr__(self) -> str:
+        # Lightning names a plugin it refuses by this string: the place to say which class is right there.
+        return (
+            f"lightning_fp8.fabric.FP8Precision(recipe={self.settings.recipe!r}, precision={self.precision!r}) "
+            "(for Fabric; in a Trainer use lightning_fp8.FP8Precision)"
+        )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert ``module`` in place; called by ``fabric.setup``."""
+        self._model = self.settings.policy.convert_module(module)
+        self._conversions = self.settings.convert(module)
+        return module
+
+    def summary(self) -> str:
+        """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
+
+        Raises:
+            RuntimeError: no model was set up yet.
+        """
+        if not self._conversions:
+            raise RuntimeError("No model was set up yet: call fabric.setup(model) first.")
+        return "\n\n".join(conversion.summary() for conversion in self._conversions)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self.settings.policy.init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.settings.policy.init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Surrounds every forward; scales move as the first one after an optimizer step begins in training mode."""
+        model = self._model
+        if model is not None and model.training and torch.is_grad_enabled():
+            for conversion in self._conversions:
+                conversion.step()
+        stack = ExitStack()
+        device_type = next((p.device.type for p in model.parameters()), "cpu") if model is not None else "cpu"
+        stack.enter_context(self.settings.policy.forward_context(device_type))
+        for conversion in self._conversions:
+            stack.enter_context(conversion.runtime.forward_context())
+        return stack
+
+    def convert_input(self, data: Any) -> Any:
+        return self.settings.policy.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self.settings.policy.convert_output(data)
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss and run backward."""
+        if self.settings.loss_scaler is not None:
+            tensor = self.settings.loss_scaler.scale(tensor)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Undo the loss scale before Fabric clips."""
+        if self.settings.loss_scaler is not None:
+            self.settings.loss_scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step; afterwards the scales may move."""
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
+            )
+        scaler = self.settings.loss_scaler
+        output = super().optimizer_step(optimizer, **kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
+        for conversion in self._conversions:
+            conversion.step_pending = True
+        return output
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and CPU tensors."""
+        return {
+            "conversions": [conversion.state_dict() for conversion in self._conversions],
+            "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave; the model must be set up.
+
+        Raises:
+            ValueError: the number of converted modules differs.
+        """
+        saved = state_dict["conversions"]
+        if len(saved) != len(self._conversions):
+            raise ValueError(
+                f"The state is of {len(saved)} converted modules, {len(self._conversions)} are set up: call "
+                "fabric.setup(model) before loading the precision's state."
+            )
+        for conversion, state in zip(self._conversions, saved, strict=True):
+            conversion.load_state_dict(state)
+        if self.settings.loss_scaler is not None:
+            self.settings.loss_scaler.load_state_dict(state_dict["loss_scaler"])

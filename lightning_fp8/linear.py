@@ -1,0 +1,101 @@
+"""``Float8Linear``: an ``nn.Linear`` whose three GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fp8.ops import LinearCasts, scaled_linear
+from lightning_fp8.recipes import ROLES
+from lightning_fp8.scaling import ScalingState
+
+
+class Float8State:
+    """What a :class:`Float8Linear` needs beside its parameters. Never a parameter, never a buffer.
+
+    Module-wide operations must not reach it: a buffer would be overwritten by DDP's broadcast, rounded by
+    ``.bfloat16()``, emptied by ``to_empty`` and averaged by EMA.
+
+    Args:
+        scaling: the scale state of all layers converted together.
+        index: this layer's row in its table.
+        autocast_only: run in FP8 under autocast only (mixed precision): where autocast is switched off, the user asked
+            for full precision.
+
+    Attributes:
+        enabled: whether the layer runs in FP8; recovery switches a failing layer to high precision for a while.
+        slots: the statistics of input, weight and grad_output, fp32 ``[4]`` each.
+    """
+
+    def __init__(self, scaling: ScalingState, index: int, autocast_only: bool = False) -> None:
+        self.scaling = scaling
+        self.index = index
+        self.autocast_only = autocast_only
+        self.enabled = True
+        recipe = scaling.recipe
+        self.training_casts = LinearCasts.of(recipe, stored=recipe.source != "data")
+        # Evaluation scales each tensor from its own data and records nothing.
+        self.evaluation_casts = LinearCasts.of(recipe, stored=False)
+        self.link()
+
+    @property
+    def name(self) -> str:
+        """The layer's name in the table."""
+        return self.scaling.table.names[self.index]
+
+    def link(self) -> None:
+        """Take the slots anew, after the table moved."""
+        self.slots = tuple(self.scaling.table.slot(self.index, role) for role in ROLES)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Slots are views over the table's memory: a copy must view its own table's.
+        return {key: value for key, value in self.__dict__.items() if key != "slots"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.link()
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies in FP8; made from an ``nn.Linear`` in place by :func:`~.convert.convert_model`.
+
+    Parameters, state_dict, hooks, ``isinstance(layer, nn.Linear)`` and the dtypes of input and output are those of the
+    ``nn.Linear`` it was.
+
+    Attributes:
+        fp8: recipe, scales and statistics.
+    """
+
+    fp8: Float8State
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight^T + bias``.
+
+        Args:
+            input: ``[..., in_features]``.
+
+        Returns:
+            ``[..., out_features]``, in autocast's dtype where autocast is on, else in the input's.
+        """
+        fp8 = self.fp8
+        device_type = input.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        if not fp8.enabled or (fp8.autocast_only and not autocast) or input.is_nested:
+            return F.linear(input, self.weight, self.bias)
+        out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
+        casts, slots = (fp8.training_casts, fp8.slots) if self.training else (fp8.evaluation_casts, None)
+        y = scaled_linear(input.reshape(-1, self.in_features), self.weight, casts, slots, out_dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(out_dtype)
+        return y.view(*input.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
+        super()._apply(fn, recurse)
+        device = self.weight.device
+        if device.type != "meta":
+            self.fp8.scaling.to(device)
+            self.fp8.link()
+        return self

@@ -1,0 +1,88 @@
+"""Loss scaling: one factor on the loss, undone on the gradients before they are used.
+
+It is a thing apart from the scales of FP8 operands: it keeps fp16 (and, where asked for, bf16) gradients between the
+layers from underflowing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+LossScale = Literal["dynamic"] | float
+
+
+class LossScaler:
+    """A constant factor, or ``torch.amp.GradScaler``'s dynamic one.
+
+    Dynamic scaling skips a step whose gradients are not finite and reads the device once a step to know; a constant
+    does neither.
+
+    Args:
+        loss_scale: ``"dynamic"`` or a positive number.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        if loss_scale != "dynamic" and not (isinstance(loss_scale, (int, float)) and 0 < loss_scale < float("inf")):
+            raise ValueError(f"loss_scale must be 'dynamic', a positive number or None, got {loss_scale!r}.")
+        self.loss_scale = loss_scale
+        self._scaler: torch.amp.GradScaler | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._unscaled: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from."""
+        self._unscaled.clear()
+        if self.loss_scale == "dynamic":
+            return self._dynamic(loss.device.type).scale(loss)
+        return loss * self.loss_scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the factor, in place.
+
+        Raises:
+            RuntimeError: they were unscaled already since the last backward.
+        """
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+            return
+        if id(optimizer) in self._unscaled:
+            raise RuntimeError("The gradients of this optimizer were already unscaled: run backward before each step.")
+        self._unscaled.add(id(optimizer))
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / float(self.loss_scale))
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step ``optimizer``, whose gradients are unscaled."""
+        if self._scaler is None:
+            return optimizer.step(**kwargs)
+        output = self._scaler.step(optimizer, **kwargs)
+        self._scaler.update()
+        return output
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dynamic factor's state; empty for a constant."""
+        if self._scaler is not None:
+            return self._scaler.state_dict()
+        return self._loaded or {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        self._loaded = state or None
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
+
+    def _dynamic(self, device_type: str) -> torch.amp.GradScaler:
+        # Made at the first loss: only then is the device known.
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler(device_type)
+            if self._loaded:
+                self._scaler.load_state_dict(self._loaded)
+        return self._scaler

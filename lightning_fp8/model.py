@@ -1,0 +1,233 @@
+"""FP8 for a whole model, with or without a Trainer: convert, step, revert, and what was decided."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from lightning_fp8.backends import Backend, Runtime, Support, check_support, get_backend
+from lightning_fp8.recipes import Recipe, get_recipe
+from lightning_fp8.selection import Decision, LayerSelection, linear_layers
+
+log = logging.getLogger(__name__)
+
+#: Where a converted module keeps its :class:`Conversion`.
+_ATTRIBUTE = "_lightning_fp8"
+
+
+class Conversion:
+    """What was decided for a model, and its layers at work.
+
+    Attributes:
+        recipe: what is cast to what.
+        backend: what multiplies.
+        layers: the selection asked for.
+        support: how the backend runs the recipe here.
+        decisions: one for each linear layer.
+        runtime: the converted layers.
+        autocast_only: whether layers run in FP8 under autocast only.
+        step_pending: an optimizer step has completed since the scales last moved.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        backend: Backend,
+        layers: LayerSelection | Literal["auto"],
+        support: Support,
+        decisions: list[Decision],
+        runtime: Runtime,
+        autocast_only: bool,
+    ) -> None:
+        self.recipe = recipe
+        self.backend = backend
+        self.layers = layers
+        self.support = support
+        self.decisions = decisions
+        self.runtime = runtime
+        self.autocast_only = autocast_only
+        self.step_pending = False
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that run in FP8."""
+        return [decision.name for decision in self.decisions if decision.converted]
+
+    def same_settings(
+        self, recipe: Recipe, backend: Backend, layers: LayerSelection | Literal["auto"], autocast_only: bool
+    ) -> bool:
+        """Whether converting anew with these settings would change nothing."""
+        mine = (self.recipe, self.backend, self.layers, self.autocast_only)
+        return mine == (recipe, backend, layers, autocast_only)
+
+    def step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move the scales if an optimizer step has completed; called as a training step begins."""
+        if self.step_pending:
+            self.runtime.step(group)
+            self.step_pending = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and CPU tensors: enough to resume bit for bit."""
+        return {
+            "backend": self.backend.name,
+            "layers": self.converted,
+            "step_pending": self.step_pending,
+            "runtime": self.runtime.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state, if it is of the same backend and recipe; else warn and take the scales from the data."""
+        if state["backend"] != self.backend.name:
+            warnings.warn(
+                f"The checkpoint's FP8 state is the {state['backend']} backend's, this run uses {self.backend.name}: "
+                "scales start from the data. Weights and optimizer are not concerned.",
+                stacklevel=2,
+            )
+            return
+        try:
+            missing = self.runtime.load_state_dict(state["runtime"])
+        except ValueError as error:
+            warnings.warn(
+                f"{error} Scales start from the data; weights and optimizer are not concerned. To resume bit for bit "
+                "use the checkpoint's recipe.",
+                stacklevel=2,
+            )
+            return
+        self.step_pending = bool(state["step_pending"])
+        if missing:
+            warnings.warn(
+                f"The checkpoint holds no FP8 state for {', '.join(missing)}: scales start from the data.", stacklevel=2
+            )
+
+    def summary(self) -> str:
+        """A table of all linear layers: what runs in FP8, and why each other one does not."""
+        rows = [("layer", "runs in", "why")]
+        rows += [(d.name or "(root)", "FP8" if d.converted else "high precision", d.reason) for d in self.decisions]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{name:<{widths[0]}}  {where:<{widths[1]}}  {why}" for name, where, why in rows]
+        head = (
+            f"FP8: {len(self.converted)} of {len(self.decisions)} linear layers, {self.recipe!r}, "
+            f"{self.backend.name} backend, {self.support.kind} ({self.support.reason})"
+        )
+        return "\n".join([head, *lines])
+
+
+def convert_model(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Any] | str = "delayed",
+    *,
+    backend: Backend | str = "auto",
+    layers: LayerSelection | Literal["auto"] = "auto",
+    autocast_only: bool = False,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Convert the linear layers of ``model`` to FP8, in place.
+
+    Converting again with the same settings changes nothing; with other settings the layers are converted anew.
+
+    Args:
+        model: any module; it may be on the meta device, and may itself be the linear layer.
+        recipe: a name, a mapping with ``name`` and settings, or a recipe.
+        backend: ``"auto"``, a name, or a backend with its options.
+        layers: ``"auto"`` or a selection.
+        autocast_only: FP8 under ``torch.autocast`` only, for mixed precision.
+        device: where the model will run; by default where it is.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: an unknown name or setting, a recipe that the backend cannot run on the device, a pattern that
+            matches nothing, or weights that are already sharded. Nothing is changed then.
+    """
+    recipe, backend, selection = get_recipe(recipe), get_backend(backend), _checked_selection(layers)
+    existing = conversions(model)
+    if existing and all(c.same_settings(recipe, backend, layers, autocast_only) for c in existing):
+        return model
+    support = check_support(backend, recipe, torch.device(device) if device is not None else _device_of(model))
+    if existing:
+        log.info("Converting anew: the settings differ from those the model was converted with.")
+        revert_model(model)
+    decisions = selection.decide(model, recipe)
+    names = [decision.name for decision in decisions if decision.converted]
+    _check_weights(model, names)
+    if not names:
+        reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in decisions[:5]) or "it has no nn.Linear"
+        warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
+    runtime = backend.convert(model, names, recipe, autocast_only)
+    setattr(model, _ATTRIBUTE, Conversion(recipe, backend, layers, support, decisions, runtime, autocast_only))
+    return model
+
+
+def revert_model(model: nn.Module) -> nn.Module:
+    """Undo :func:`convert_model`, in place; a model that was not converted stays as it is."""
+    for module in model.modules():
+        conversion = module.__dict__.get(_ATTRIBUTE)
+        if conversion is not None:
+            conversion.backend.revert(module)
+            delattr(module, _ATTRIBUTE)
+    return model
+
+
+def conversions(model: nn.Module) -> list[Conversion]:
+    """The conversions of ``model`` and of modules inside it."""
+    return [module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__]
+
+
+def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Move the scales; for training loops without a Trainer, to be called after each optimizer step.
+
+    Args:
+        model: one that :func:`convert_model` converted, or that holds such modules.
+        group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
+
+    Raises:
+        ValueError: nothing in ``model`` was converted.
+    """
+    found = conversions(model)
+    if not found:
+        raise ValueError("No module in this model was converted to FP8: call lightning_fp8.convert_model(model) first.")
+    for conversion in found:
+        conversion.step_pending = True
+        conversion.step(group)
+
+
+def _checked_selection(layers: LayerSelection | str) -> LayerSelection:
+    if isinstance(layers, LayerSelection):
+        return layers
+    if layers != "auto":
+        raise ValueError(f"layers must be 'auto' or a LayerSelection, got {layers!r}.")
+    return LayerSelection()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _check_weights(model: nn.Module, names: list[str]) -> None:
+    """Look at the weights before they are used: sharded ones are refused, non-finite ones warned of."""
+    layers = linear_layers(model)
+    for name in names:
+        weight = layers[name].weight
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model, with "
+                "self.trainer.precision_plugin.convert(self)."
+            )
+        if is_lazy(weight) or weight.is_meta:
+            continue
+        if not weight.detach().isfinite().all():
+            warnings.warn(
+                f"The weight of {name!r} holds NaN or Inf before training begins: FP8 cannot mend that. Check the "
+                "initialisation or the checkpoint it was loaded from.",
+                stacklevel=3,
+            )

@@ -1,0 +1,233 @@
+"""The custom operators and the autograd of a scaled linear layer: the only place with either.
+
+Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel; a compiler sees the
+operators ``lightning_fp8::cast`` and ``lightning_fp8::scaled_mm``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_fp8 import kernels
+from lightning_fp8.kernels.reference import decode_scale_shape, round_up, row_multiple
+from lightning_fp8.recipes import Cast, OperandCasts, Recipe
+
+
+@dataclass(frozen=True)
+class LinearCasts:
+    """A recipe as the operators take it.
+
+    Attributes:
+        input, weight, grad_output: the casts of each role.
+        stored: tensorwise scales come from the layers' slots, not from the data.
+    """
+
+    input: OperandCasts
+    weight: OperandCasts
+    grad_output: OperandCasts
+    stored: bool
+
+    @staticmethod
+    def of(recipe: Recipe, stored: bool) -> LinearCasts:
+        """The casts of ``recipe``."""
+        return LinearCasts(recipe.casts["input"], recipe.casts["weight"], recipe.casts["grad_output"], stored)
+
+
+# --- cast ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lightning_fp8::cast", mutates_args={"slot"})
+def _cast_op(
+    x: Tensor, straight: str, transposed: str, slot: Tensor | None, stored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return kernels.cast(x, Cast.parse(straight), Cast.parse(transposed), slot, stored)
+
+
+@_cast_op.register_fake
+def _(x: Tensor, straight: str, transposed: str, slot: Tensor | None, stored: bool) -> tuple[Tensor, ...]:
+    straight_cast, transposed_cast = Cast.parse(straight), Cast.parse(transposed)
+    rows = round_up(x.shape[0], row_multiple(straight_cast, transposed_cast))
+    columns = x.shape[1]
+    return (*_empty_operand(x, rows, columns, straight_cast), *_empty_operand(x, columns, rows, transposed_cast))
+
+
+def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tuple[Tensor, Tensor]:
+    if cast is None:
+        return x.new_empty(0), x.new_empty(0)
+    codes = x.new_empty(rows, columns, dtype=cast.format.dtype)
+    return codes, kernels.empty_decode_scale(x, rows, columns, cast)
+
+
+def cast(
+    x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor | None = None, stored: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast a matrix for its two GEMMs; see :func:`lightning_fp8.kernels.reference.cast`."""
+    if torch.compiler.is_compiling():
+        return _cast_op(x, str(straight or ""), str(transposed or ""), slot, stored)
+    return kernels.cast(x, straight, transposed, slot, stored)
+
+
+# --- scaled_mm -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lightning_fp8::scaled_mm", mutates_args=())
+def _scaled_mm_op(
+    a: Tensor,
+    b: Tensor,
+    decode_a: Tensor,
+    decode_b: Tensor,
+    cast_a: str,
+    cast_b: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    casts = (_parse(cast_a), _parse(cast_b))
+    return kernels.scaled_mm(a, b, decode_a, decode_b, casts, out_dtype, fast_accum)
+
+
+@_scaled_mm_op.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    decode_a: Tensor,
+    decode_b: Tensor,
+    cast_a: str,
+    cast_b: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _parse(text: str) -> Cast:
+    cast = Cast.parse(text)
+    if cast is None:
+        raise ValueError("scaled_mm needs the cast of both operands, got an empty one.")
+    return cast
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    decode_a: Tensor,
+    decode_b: Tensor,
+    casts: tuple[Cast, Cast],
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> Tensor:
+    """``a @ b^T`` of two quantised operands.
+
+    Args:
+        a: FP8 ``[m, k]``.
+        b: FP8 ``[n, k]``.
+        decode_a: fp32 decode scales of ``a``.
+        decode_b: fp32 decode scales of ``b``.
+        casts: how ``a`` and ``b`` were cast.
+        out_dtype: dtype of the result.
+        fast_accum: let tensor cores accumulate with fewer bits (Hopper's fast accumulation).
+
+    Returns:
+        ``[m, n]``.
+    """
+    if torch.compiler.is_compiling():
+        return _scaled_mm_op(a, b, decode_a, decode_b, str(casts[0]), str(casts[1]), out_dtype, fast_accum)
+    return kernels.scaled_mm(a, b, decode_a, decode_b, casts, out_dtype, fast_accum)
+
+
+# --- the linear layer ------------------------------------------------------------------------------------------------
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """``x @ w^T`` with all three GEMMs in FP8. What is saved for backward is FP8, cast once in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        slots: tuple[Tensor, Tensor, Tensor] | None,
+        casts: LinearCasts,
+        out_dtype: torch.dtype,
+        grad_enabled: bool,
+    ) -> Tensor:
+        need_grad_input = grad_enabled and x.requires_grad
+        need_grad_weight = grad_enabled and weight.requires_grad
+        input_slot, weight_slot, grad_slot = slots or (None, None, None)
+        x_casts, w_casts = casts.input, casts.weight
+        xq, x_decode, xt, xt_decode = cast(
+            x, x_casts.straight, x_casts.transposed if need_grad_weight else None, input_slot, casts.stored
+        )
+        wq, w_decode, wt, wt_decode = cast(
+            weight, w_casts.straight, w_casts.transposed if need_grad_input else None, weight_slot, casts.stored
+        )
+        # Hopper's fast accumulation is for the forward GEMM alone, as in torchao and Transformer Engine.
+        y = scaled_mm(xq, wq, x_decode, w_decode, _both(x_casts.straight, w_casts.straight), out_dtype, True)
+        if need_grad_weight and x_casts.transposed is None:
+            xt = x.to(out_dtype)
+        ctx.save_for_backward(xt, xt_decode, wt, wt_decode)
+        # Not saved for backward: they are changed in place by every forward and backward in between.
+        ctx.grad_slot = grad_slot
+        ctx.casts = casts
+        ctx.needs = (need_grad_input, need_grad_weight)
+        ctx.shapes = (x.shape[0], x.dtype, weight.dtype, out_dtype)
+        return y.narrow(0, 0, x.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        xt, xt_decode, wt, wt_decode = ctx.saved_tensors
+        casts: LinearCasts = ctx.casts
+        need_grad_input, need_grad_weight = ctx.needs
+        rows, input_dtype, weight_dtype, compute_dtype = ctx.shapes
+        g_casts = casts.grad_output
+        gq, g_decode, gt, gt_decode = cast(
+            grad_output,
+            g_casts.straight if need_grad_input else None,
+            g_casts.transposed if need_grad_weight else None,
+            ctx.grad_slot,
+            casts.stored,
+        )
+        grad_input = grad_weight = None
+        if need_grad_input:
+            pair = _both(g_casts.straight, casts.weight.transposed)
+            grad_input = scaled_mm(gq, wt, g_decode, wt_decode, pair, compute_dtype)
+            grad_input = grad_input.narrow(0, 0, rows).to(input_dtype)
+        if need_grad_weight and g_casts.transposed is None:
+            grad_weight = (grad_output.to(compute_dtype).t() @ xt).to(weight_dtype)
+        elif need_grad_weight:
+            pair = _both(g_casts.transposed, casts.input.transposed)
+            grad_weight = scaled_mm(gt, xt, gt_decode, xt_decode, pair, weight_dtype)
+        return grad_input, grad_weight, None, None, None, None
+
+
+def _both(left: Cast | None, right: Cast | None) -> tuple[Cast, Cast]:
+    if left is None or right is None:
+        raise ValueError("This GEMM runs in high precision under the recipe.")
+    return left, right
+
+
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    casts: LinearCasts,
+    slots: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``x @ weight^T`` with FP8 operands, differentiable once.
+
+    Args:
+        x: ``[tokens, in_features]``, fp32, bf16 or fp16; any number of tokens, none included.
+        weight: ``[out_features, in_features]``; both sizes are multiples of the recipe's ``size_multiple``.
+        casts: the recipe.
+        slots: the statistics of input, weight and grad_output, changed in place; ``None`` notes nothing.
+        out_dtype: dtype of the result and of the GEMMs' outputs; by default that of ``x``.
+
+    Returns:
+        ``[tokens, out_features]`` in ``out_dtype``. The gradients have the dtypes of ``x`` and ``weight``.
+    """
+    return _ScaledLinear.apply(x, weight, slots, casts, out_dtype or x.dtype, torch.is_grad_enabled())

@@ -1,0 +1,233 @@
+"""``FP8Precision``: FP8 training in Lightning's Trainer with one plugin."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_fp8.backends import Backend
+from lightning_fp8.loss_scaling import LossScale
+from lightning_fp8.model import Conversion
+from lightning_fp8.policy import Precision
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.rng import gather_rng_states, restore_own_rng_state
+from lightning_fp8.selection import LayerSelection
+from lightning_fp8.settings import FP8Settings
+
+log = logging.getLogger(__name__)
+
+#: Key of the FP8 state in a checkpoint. A plugin's own state would be filed under its class name, which subclasses lose.
+CHECKPOINT_KEY = "lightning_fp8"
+
+#: Strategies whose own engine steps the optimizer or shards the weights in a way that bypasses this plugin.
+_REFUSED_STRATEGIES = {
+    "DeepSpeedStrategy": "DeepSpeed runs backward and the optimizer in its own engine. Use DDP, FSDP2 or one device.",
+    "XLAStrategy": "TPUs have no FP8 training here. Use a CUDA device or the CPU.",
+    "SingleDeviceXLAStrategy": "TPUs have no FP8 training here. Use a CUDA device or the CPU.",
+}
+
+
+class TrainerPrecision:
+    """What :class:`FP8Precision` adds to Lightning's base class, whichever namespace that comes from."""
+
+    def __init__(
+        self,
+        recipe: Recipe | dict[str, Any] | str = "delayed",
+        *,
+        backend: Backend | str = "auto",
+        precision: Precision = "bf16-mixed",
+        loss_scale: LossScale | None = None,
+        layers: LayerSelection | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__()
+        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers)
+        self.precision = precision
+        self._conversions: list[Conversion] = []
+        self._device = torch.device("cpu")
+        self._rng_of_first_step: list[dict[str, Any]] | None = None
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return (
+            f"{type(self).__name__}(recipe={settings.recipe!r}, backend={settings.backend!r}, "
+            f"precision={self.precision!r}, layers={settings.layers!r})"
+        )
+
+    def __str__(self) -> str:
+        # Lightning names a plugin it refuses by this string: the place to say which class is right there.
+        return f"{self!r} (with FSDPStrategy use lightning_fp8.FP8FSDPPrecision)"
+
+    # --- what users call
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """Convert ``module`` in place, for use inside ``configure_model``; the recipe is written once, here."""
+        self._conversions = self.settings.convert(module)
+        return module
+
+    def summary(self) -> str:
+        """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
+
+        Raises:
+            RuntimeError: no model was converted yet.
+        """
+        if not self._conversions:
+            raise RuntimeError("No model was converted yet: summary() is known once trainer.fit has begun.")
+        return "\n\n".join(conversion.summary() for conversion in self._conversions)
+
+    @property
+    def conversions(self) -> list[Conversion]:
+        """The conversions of the model that was last set up."""
+        return self._conversions
+
+    # --- Lightning's hooks, in the order of a run
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the model; called by the strategy each time the Trainer sets it up."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            raise TypeError(
+                "lightning_fp8.FP8Precision is for the Trainer: in Fabric use lightning_fp8.fabric.FP8Precision."
+            )
+        for cls in type(trainer.strategy).__mro__:
+            if cls.__name__ in _REFUSED_STRATEGIES:
+                raise ValueError(f"FP8Precision cannot run under {cls.__name__}: {_REFUSED_STRATEGIES[cls.__name__]}")
+        self._device = trainer.strategy.root_device
+        module = self.settings.policy.convert_module(module)
+        self._conversions = self.settings.convert(module, self._device)
+        log.info(self.summary())
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Look at the optimizers before training."""
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
+            )
+        return model, optimizers, lr_schedulers
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """New tensors get the dtype of the parameters."""
+        return self.settings.policy.init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """New modules get the dtype of the parameters."""
+        return self.settings.policy.init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """Under true bf16 the batch becomes bf16; under mixed precision it stays as it is, as in Lightning."""
+        return data if self.settings.policy.mixed else self.settings.policy.convert_input(data)
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Surrounds every step of training and evaluation."""
+        with ExitStack() as stack:
+            stack.enter_context(self.settings.policy.forward_context(self._device.type))
+            for conversion in self._conversions:
+                stack.enter_context(conversion.runtime.forward_context())
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Surrounds a training step; scales move here, as a step begins after a completed optimizer step."""
+        for conversion in self._conversions:
+            conversion.step()
+        if self._rng_of_first_step is not None:
+            restore_own_rng_state(self._rng_of_first_step)
+            self._rng_of_first_step = None
+        with self.forward_context():
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss."""
+        if self.settings.loss_scaler is not None:
+            tensor = self.settings.loss_scaler.scale(tensor)
+        return super().pre_backward(tensor, module)  # type: ignore[misc, no-any-return]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Forward, backward, clipping and the step; afterwards the scales may move.
+
+        Fused optimizers may clip: gradients are unscaled before, so that their step has nothing to undo.
+        """
+        scaler = self.settings.loss_scaler
+        if scaler is None:
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+        else:
+            result = closure()
+            # In automatic optimization None means that training_step returned none and no backward ran.
+            skipped = result is None and model.automatic_optimization
+            if not skipped:
+                scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+            if skipped:
+                return result
+            result = scaler.step(optimizer, **kwargs)
+        for conversion in self._conversions:
+            conversion.step_pending = True
+        return result
+
+    # --- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the FP8 state, the loss scale and every rank's random states under ``"lightning_fp8"``."""
+        checkpoint[CHECKPOINT_KEY] = {
+            "conversions": [conversion.state_dict() for conversion in self._conversions],
+            "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
+            "rng": gather_rng_states(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Resume the FP8 state; a checkpoint without one starts from the data's own scales."""
+        state = checkpoint.get(CHECKPOINT_KEY)
+        if state is None:
+            log.info("The checkpoint holds no FP8 state: scales start from the data.")
+            return
+        if len(state["conversions"]) != len(self._conversions):
+            warnings.warn(
+                f"The checkpoint holds the FP8 state of {len(state['conversions'])} converted modules, this model has "
+                f"{len(self._conversions)}: scales start from the data.",
+                stacklevel=2,
+            )
+        else:
+            for conversion, saved in zip(self._conversions, state["conversions"], strict=True):
+                conversion.load_state_dict(saved)
+        if self.settings.loss_scaler is not None:
+            self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
+        if not restore_own_rng_state(state["rng"]):
+            warnings.warn("The number of ranks changed: random states are not resumed.", stacklevel=2)
+        elif _saved_in_mid_epoch(checkpoint):
+            # Making the loader's iterator draws numbers that the uninterrupted run did not draw here.
+            self._rng_of_first_step = state["rng"]
+
+
+class FP8Precision(TrainerPrecision, LightningPrecision):
+    """FP8 training for the Trainer: ``Trainer(plugins=[FP8Precision()])``.
+
+    Args:
+        recipe: ``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"rowwise_gw_hp"``, ``"blockwise"``, ``"mxfp8"``,
+            ``"static"``, a mapping with ``name`` and settings, or a recipe object.
+        backend: ``"auto"``, a name, or a backend object with its options.
+        precision: the rest of the model: ``"bf16-mixed"`` (fp32 parameters, cast straight to FP8), ``"bf16-true"`` or
+            ``"16-mixed"``.
+        loss_scale: ``"dynamic"`` or a constant factor on the loss, undone before the step; ``None`` is dynamic under
+            ``"16-mixed"`` and none elsewhere.
+        layers: ``"auto"`` or a :class:`LayerSelection`.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or the recipe cannot run here.
+    """
+
+
+def _saved_in_mid_epoch(checkpoint: dict[str, Any]) -> bool:
+    """Whether the fit loop had batches of its epoch left when the checkpoint was written."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return not progress.get("is_last_batch", True)

@@ -1,0 +1,168 @@
+"""Scale state: from the amaxes that a step leaves behind to the scales of the next, for all layers at once.
+
+The amaxes of a step gather in the :class:`~lightning_fp8.statistics.StatisticsTable`. When the next training step
+begins, :meth:`ScalingState.step` reduces them over the ranks (one all-reduce), enters them into the history and moves
+the scales. Nothing here reads the device from the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
+from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling
+from lightning_fp8.statistics import AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
+
+
+class ScalingState:
+    """The scales of a set of layers under one recipe.
+
+    Args:
+        recipe: where scales come from.
+        table: the layers' statistics; scales live there.
+
+    Attributes:
+        history: amaxes of past steps, fp32 ``[layers, 3, amax_history_len]``, a ring with a position of its own for
+            every layer and role, so that layers that did not run keep theirs; ``None`` unless the recipe has one.
+        position: int64 ``[layers, 3]``, where the next amax goes.
+    """
+
+    def __init__(self, recipe: Recipe, table: StatisticsTable) -> None:
+        self.recipe = recipe
+        self.table = table
+        self.history: Tensor | None = None
+        self.position: Tensor | None = None
+        # Kept on the device: making it anew each step would wait for the copy.
+        self._format_maxima = _format_maxima(recipe, table.device)
+        if isinstance(recipe, DelayedScaling):
+            shape = (len(table.names), len(ROLES))
+            self.history = torch.zeros(*shape, recipe.amax_history_len, device=table.device)
+            self.position = torch.zeros(shape, dtype=torch.int64, device=table.device)
+        if isinstance(recipe, StaticScaling):
+            for index, role in enumerate(ROLES):
+                table.data[:, index, [SCALE, SCALE_TRANSPOSED]] = recipe.scale_of(role)
+
+    def to(self, device: torch.device) -> None:
+        """Move the table and the history."""
+        self.table.to(device)
+        self._format_maxima = self._format_maxima.to(device)
+        if self.history is not None and self.position is not None:
+            self.history = self.history.to(device)
+            self.position = self.position.to(device)
+
+    def step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move the scales after a completed optimizer step, and begin a new window of amaxes.
+
+        Args:
+            group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
+        """
+        if isinstance(self.recipe, DelayedScaling) and self.history is not None and self.position is not None:
+            if self.recipe.reduce_amax:
+                reduce_amax(self.table.amax, group)
+            update_scales(self.table.data, self.history, self.position, self._format_maxima, self.recipe)
+        self.table.finish_step()
+
+    def discard(self, rejected: Tensor | bool = True) -> None:
+        """Forget the window's amaxes, as if the step had not run.
+
+        Args:
+            rejected: whether to; a bool tensor (scalar, on the table's device) decides without a host read.
+        """
+        amax = self.table.amax
+        if not isinstance(rejected, Tensor):
+            rejected = torch.full((), rejected, device=amax.device)
+        amax.copy_(torch.where(rejected, NOT_SEEN, amax))
+        if self.history is not None:
+            # Scales that the rejected step itself took from its data are forgotten too.
+            fresh = rejected & (self.history.amax(-1) == 0)
+            for column in (SCALE, SCALE_TRANSPOSED):
+                scale = self.table.data[..., column]
+                scale.copy_(torch.where(fresh, 0.0, scale))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, on the CPU."""
+        state = {"recipe": self.recipe.to_dict(), "table": self.table.state_dict()}
+        if self.history is not None and self.position is not None:
+            state["history"] = self.history.cpu().clone()
+            state["position"] = self.position.cpu().clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Load the state of the same recipe; layers are matched by name.
+
+        Returns:
+            Names of layers here that ``state`` does not have; they take their scales from the data.
+
+        Raises:
+            ValueError: ``state`` belongs to another recipe.
+        """
+        if state["recipe"] != self.recipe.to_dict():
+            raise ValueError(f"The state belongs to the recipe {state['recipe']}, this run uses {self.recipe!r}.")
+        missing = self.table.load_state_dict(state["table"])
+        if self.history is not None and self.position is not None:
+            rows = {name: row for row, name in enumerate(state["table"]["names"])}
+            for index, name in enumerate(self.table.names):
+                if name in rows:
+                    self.history[index].copy_(state["history"][rows[name]])
+                    self.position[index].copy_(state["position"][rows[name]])
+        return missing
+
+
+def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank gets the largest amax of all, in place. Without an initialised process group nothing happens.
+
+    A NaN becomes Inf first, for NCCL's MAX drops NaN. An operand that no rank saw stays not seen.
+
+    Args:
+        amax: fp32, any shape and strides.
+        group: the ranks; ``None`` is all of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return
+    message = torch.where(amax.isnan(), torch.inf, amax).contiguous()
+    dist.all_reduce(message, dist.ReduceOp.MAX, group)
+    amax.copy_(message)
+
+
+def update_scales(
+    table: Tensor, history: Tensor, position: Tensor, format_maxima: Tensor, recipe: DelayedScaling
+) -> None:
+    """Enter the window's amaxes into the history and compute the next scales, in place.
+
+    An operand that was not seen, or whose amax is not finite, keeps its history and scale. One whose history is all
+    zero keeps its scale too: zeros tell nothing about the values to come.
+
+    Args:
+        table: fp32 ``[layers, 3, 4]``, the statistics.
+        history: fp32 ``[layers, 3, length]``.
+        position: int64 ``[layers, 3]``.
+        format_maxima: fp32 ``[2, 3]``: the largest value of each role's format, straight and transposed.
+        recipe: the settings.
+    """
+    amax = table[..., AMAX]
+    seen = amax.isfinite() & (amax >= 0)
+    place = position.unsqueeze(-1)
+    history.scatter_(-1, place, torch.where(seen.unsqueeze(-1), amax.unsqueeze(-1), history.gather(-1, place)))
+    position.copy_((position + seen) % history.shape[-1])
+    basis = history.amax(-1) if recipe.amax_compute_algo == "max" else amax
+    movable = seen & (basis > 0)
+    for column, maxima in zip((SCALE, SCALE_TRANSPOSED), format_maxima, strict=True):
+        old = table[..., column]
+        new = compute_scale(basis, maxima, recipe.margin)
+        if recipe.smoothing:
+            new = torch.where(old > 0, recipe.smoothing * old + (1 - recipe.smoothing) * new, new)
+        new = new.clamp(max=recipe.max_scale or MAX_SCALE)
+        if recipe.power_of_two:
+            new = round_down_to_power_of_two(new)
+        old.copy_(torch.where(movable, new, old))
+
+
+def _format_maxima(recipe: Recipe, device: torch.device) -> Tensor:
+    """The largest value of each role's format, straight and transposed: fp32 ``[2, 3]``."""
+    casts = [recipe.casts[role] for role in ROLES]
+    pairs = [(c.straight, c.transposed) for c in casts]
+    return torch.tensor([[c.format.max if c else 1.0 for c in uses] for uses in zip(*pairs)], device=device)

@@ -1,0 +1,69 @@
+"""What the precision classes of Trainer and Fabric have in common: the settings, checked when they are given."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fp8.backends import Backend, check_support, get_backend
+from lightning_fp8.loss_scaling import LossScale, LossScaler
+from lightning_fp8.model import Conversion, conversions, convert_model
+from lightning_fp8.policy import Precision, PrecisionPolicy
+from lightning_fp8.recipes import Recipe, get_recipe
+from lightning_fp8.selection import LayerSelection
+
+
+class FP8Settings:
+    """The settings of FP8 training, and the conversion of a model under them.
+
+    Args:
+        recipe: a name, a mapping with ``name`` and settings, or a recipe.
+        backend: ``"auto"``, a name, or a backend with its options.
+        precision: the rest of the model: ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
+        loss_scale: ``"dynamic"``, a constant, or ``None``; ``"16-mixed"`` is dynamic by default.
+        layers: ``"auto"`` or a selection.
+
+    Raises:
+        ValueError: a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | dict[str, Any] | str,
+        backend: Backend | str,
+        precision: Precision,
+        loss_scale: LossScale | None,
+        layers: LayerSelection | Literal["auto"],
+    ) -> None:
+        self.recipe = get_recipe(recipe)
+        self.backend = get_backend(backend)
+        self.policy = PrecisionPolicy(precision)
+        if loss_scale is None and precision == "16-mixed":
+            loss_scale = "dynamic"
+        self.loss_scaler = LossScaler(loss_scale) if loss_scale is not None else None
+        if not isinstance(layers, LayerSelection) and layers != "auto":
+            raise ValueError(f"layers must be 'auto' or a LayerSelection, got {layers!r}.")
+        self.layers = layers
+        # Whatever runs nowhere is refused here, not at the first step; a device is only known later.
+        check_support(self.backend, self.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def convert(self, module: nn.Module, device: torch.device | None = None) -> list[Conversion]:
+        """Convert ``module`` in place; a module whose parts were converted by hand keeps them.
+
+        Args:
+            module: the model.
+            device: where it will run; by default where it is.
+        """
+        parts = conversions(module)
+        if not parts or parts[0] is module.__dict__.get("_lightning_fp8"):
+            convert_model(
+                module,
+                self.recipe,
+                backend=self.backend,
+                layers=self.layers,
+                autocast_only=self.policy.mixed,
+                device=device,
+            )
+        return conversions(module)
