@@ -63,7 +63,7 @@ def _convert_when_materialized(layer: nn.Module, args: Any) -> None:
     state: Float8State = layer.__dict__["fp8"]
     if why_not_weight(layer.weight, state.scaling.recipe) is None:
         layer.__class__ = Float8Linear
-        state.link()
+        state.follow(layer.weight)
 
 
 def _forbid_fast_path(layer: nn.Module, args: Any) -> None:

@@ -46,6 +46,12 @@ class Float8State:
         """The layer's name in the table."""
         return self.scaling.table.names[self.index]
 
+    def follow(self, weight: Tensor) -> None:
+        """Move to where ``weight`` is."""
+        if not weight.is_meta:
+            self.scaling.to(weight.device)
+            self.link()
+
     def link(self) -> None:
         """Take the slots anew, after the table moved."""
         self.slots = tuple(self.scaling.table.slot(self.index, role) for role in ROLES)
@@ -94,8 +100,5 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
-        device = self.weight.device
-        if device.type != "meta":
-            self.fp8.scaling.to(device)
-            self.fp8.link()
+        self.fp8.follow(self.weight)
         return self
