@@ -39,7 +39,7 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def uniform(seed: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """fp32 ``[rows, columns]`` in ``[0, 1)``, 24 random bits each: element ``(r, c)`` has the counter ``(c, r, 0, 0)``."""
+    """fp32 ``[rows, columns]`` in ``[0, 1)``, 24 random bits each; the counter of ``(r, c)`` is ``(c, r, 0, 0)``."""
     column = torch.arange(columns, dtype=torch.int64, device=device).expand(rows, columns)
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     zero = torch.zeros_like(column)

@@ -1,7 +1,7 @@
 """Triton kernels of the block codec: the arithmetic of :class:`lightning_fp8.comm.codec.BlockCodec`, bit for bit.
 
-Three things keep the bits equal to torch's: divisions are IEEE ones (``tl.div_rn``), products are not fused into the sum
-over ranks (``enable_fp_fusion=False``), and the random words come from the same counters. Where the GPU has no FP8
+Three things keep the bits equal to torch's: divisions are IEEE ones (``tl.div_rn``), products are not fused into the
+sum over ranks (``enable_fp_fusion=False``), and the random words come from the same counters. Where the GPU has no FP8
 conversion (before compute capability 8.9) the cast is done on the bits of the fp32 numbers, with the same result.
 
 The layout of a message is described in :mod:`lightning_fp8.comm.codec`.
@@ -79,7 +79,8 @@ def _round_stochastically(y, row, column, seed, MANTISSA_BITS: tl.constexpr, BIA
 @triton.jit
 def _write(
     x, message, row, block, column, blocks, tag, message_bytes, seed,
-    BLOCK: tl.constexpr, FORMAT_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, FORMAT_MAX: tl.constexpr, AMAX_TARGET: tl.constexpr,
+    MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Encode ``x``, fp32 ``[tile blocks, BLOCK]``, into its place in a message."""
@@ -88,7 +89,7 @@ def _write(
     amax_bits = tl.max(magnitude_bits, axis=1)
     finite = amax_bits < 0x7F800000
     amax = tl.minimum(amax_bits, 0x7F000000).to(tl.float32, bitcast=True)  # at most 2**127
-    scale = tl.div_rn(tl.full(amax.shape, FORMAT_MAX, tl.float32), amax)
+    scale = tl.div_rn(tl.full(amax.shape, AMAX_TARGET, tl.float32), amax)
     scale = tl.minimum(tl.maximum(scale, MIN_SCALE), MAX_SCALE)
     scale = tl.where(finite & (amax_bits > 0), scale, 1.0)
     decode_scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
@@ -127,15 +128,18 @@ def _read(
 
 @triton.jit
 def _sum(
-    messages, factor, block, column, blocks, tag, message_bytes,
+    messages, own, own_row, own_numel, factor, block, column, blocks, tag, message_bytes,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """``factor`` times the sum of the ranks' tiles, in fp32, first rank first."""
+    """``factor`` times the sum of the ranks' tiles, in fp32, first rank first; ``own`` instead of row ``own_row``."""
     total = tl.zeros((TILE_BLOCKS, BLOCK), tl.float32)
     for rank in range(RANKS):
-        message = messages + tl.cast(rank, tl.int64) * message_bytes
-        total += _read(message, block, column, blocks, tag, message_bytes, BLOCK, MANTISSA_BITS, BIAS, NATIVE)
+        if rank == own_row:
+            total += tl.load(own + column, mask=column < own_numel, other=0).to(tl.float32)
+        else:
+            message = messages + tl.cast(rank, tl.int64) * message_bytes
+            total += _read(message, block, column, blocks, tag, message_bytes, BLOCK, MANTISSA_BITS, BIAS, NATIVE)
     return total * factor
 
 
@@ -151,7 +155,7 @@ def _tile(BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr):
 def _encode_kernel(
     x, messages, numel, row_numel, blocks, tag, message_bytes, seed,
     BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    FORMAT_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, AMAX_TARGET: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
@@ -160,7 +164,7 @@ def _encode_kernel(
     values = tl.load(x + place, mask=(column < row_numel) & (place < numel), other=0.0).to(tl.float32)
     _write(
         values, messages + row.to(tl.int64) * message_bytes, row, block, column, blocks, tag, message_bytes, seed,
-        BLOCK, FORMAT_MAX, MIN_SCALE, MAX_SCALE, MANTISSA_BITS, BIAS, NATIVE, STOCHASTIC,
+        BLOCK, FORMAT_MAX, AMAX_TARGET, MIN_SCALE, MAX_SCALE, MANTISSA_BITS, BIAS, NATIVE, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -180,13 +184,13 @@ def _decode_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    messages, out, factor, numel, blocks, tag, message_bytes,
+    messages, out, own, own_row, own_numel, factor, numel, blocks, tag, message_bytes,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     block, column = _tile(BLOCK, TILE_BLOCKS)
     total = _sum(
-        messages, factor, block, column, blocks, tag, message_bytes,
+        messages, own, own_row, own_numel, factor, block, column, blocks, tag, message_bytes,
         RANKS, BLOCK, TILE_BLOCKS, MANTISSA_BITS, BIAS, NATIVE,
     )  # fmt: skip
     tl.store(out + column, total, mask=column < numel)
@@ -194,36 +198,46 @@ def _reduce_kernel(
 
 @triton.jit
 def _reduce_encode_kernel(
-    messages, message, factor, row_numel, blocks, tag, message_bytes, seed,
+    messages, message, own, own_row, own_numel, factor, row_numel, blocks, tag, message_bytes, seed,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    FORMAT_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, AMAX_TARGET: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     block, column = _tile(BLOCK, TILE_BLOCKS)
     total = _sum(
-        messages, factor, block, column, blocks, tag, message_bytes,
+        messages, own, own_row, own_numel, factor, block, column, blocks, tag, message_bytes,
         RANKS, BLOCK, TILE_BLOCKS, MANTISSA_BITS, BIAS, NATIVE,
     )  # fmt: skip
     # What lies past the row's end are decoded zeros, unless a rank put a NaN into that block: it must not spread.
     total = tl.where(column < row_numel, total, 0.0)
     _write(
         total, message, 0, block, column, blocks, tag, message_bytes, seed,
-        BLOCK, FORMAT_MAX, MIN_SCALE, MAX_SCALE, MANTISSA_BITS, BIAS, NATIVE, STOCHASTIC,
+        BLOCK, FORMAT_MAX, AMAX_TARGET, MIN_SCALE, MAX_SCALE, MANTISSA_BITS, BIAS, NATIVE, STOCHASTIC,
     )  # fmt: skip
 
 
 def encode(
-    x: Tensor, messages: Tensor, row_numel: int, block: int, fmt: Format, seed: int | None, tag: int, native: bool | None = None
-) -> None:  # fmt: skip
+    x: Tensor,
+    messages: Tensor,
+    row_numel: int,
+    block: int,
+    fmt: Format,
+    amax_target: float,
+    seed: int | None,
+    tag: int,
+    native: bool | None = None,
+) -> None:
     """Encode the rows of flat ``x`` (any floating dtype) into uint8 ``messages``, ``[rows, message bytes]``.
 
-    ``seed`` ``None`` rounds to nearest. ``native`` overrides whether the GPU's own FP8 conversions are used.
+    A block's largest magnitude is scaled to ``amax_target``. ``seed`` ``None`` rounds to nearest. ``native``
+    overrides whether the GPU's own FP8 conversions are used.
     """
     if len(messages) == 0:
         return
     _encode_kernel[_grid(row_numel, block, len(messages))](
         x, messages, x.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1], seed or 0,
-        FORMAT_MAX=fmt.max, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE, STOCHASTIC=seed is not None,
+        FORMAT_MAX=fmt.max, AMAX_TARGET=amax_target, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE,
+        STOCHASTIC=seed is not None,
         **_options(x, block, fmt, native),
     )  # fmt: skip
 
@@ -239,26 +253,55 @@ def decode(
 
 
 def reduce(
-    messages: Tensor, out: Tensor, row_numel: int, block: int, fmt: Format, factor: float, tag: int,
+    messages: Tensor,
+    out: Tensor,
+    row_numel: int,
+    block: int,
+    fmt: Format,
+    factor: float,
+    own: Tensor | None,
+    own_row: int,
+    tag: int,
     native: bool | None = None,
-) -> None:  # fmt: skip
-    """Write ``factor`` times the sum of the rows into flat ``out`` (any floating dtype)."""
+) -> None:
+    """Write ``factor`` times the sum of the rows into flat ``out`` (any floating dtype).
+
+    ``own``, flat and of any floating dtype, takes the place of row ``own_row``.
+    """
     _reduce_kernel[_grid(row_numel, block, 1)](
-        messages, out, factor, out.numel(), -(-row_numel // block), tag, messages.shape[1],
+        messages, out, *_own(messages, own, own_row), factor, out.numel(),
+        -(-row_numel // block), tag, messages.shape[1],
         RANKS=len(messages), **_options(messages, block, fmt, native),
     )  # fmt: skip
 
 
 def reduce_encode(
-    messages: Tensor, message: Tensor, row_numel: int, block: int, fmt: Format, factor: float, seed: int | None, tag: int,
+    messages: Tensor,
+    message: Tensor,
+    row_numel: int,
+    block: int,
+    fmt: Format,
+    factor: float,
+    own: Tensor | None,
+    own_row: int,
+    amax_target: float,
+    seed: int | None,
+    tag: int,
     native: bool | None = None,
-) -> None:  # fmt: skip
-    """Encode ``factor`` times the sum of the rows into ``message``, uint8 ``[1, message bytes]``."""
+) -> None:
+    """Encode ``factor`` times the sum of the rows into ``message``, uint8 ``[1, message bytes]``. ``own`` as above."""
     _reduce_encode_kernel[_grid(row_numel, block, 1)](
-        messages, message, factor, row_numel, -(-row_numel // block), tag, messages.shape[1], seed or 0,
-        FORMAT_MAX=fmt.max, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE, STOCHASTIC=seed is not None,
+        messages, message, *_own(messages, own, own_row), factor, row_numel,
+        -(-row_numel // block), tag, messages.shape[1], seed or 0,
+        FORMAT_MAX=fmt.max, AMAX_TARGET=amax_target, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE,
+        STOCHASTIC=seed is not None,
         RANKS=len(messages), **_options(messages, block, fmt, native),
     )  # fmt: skip
+
+
+def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, int, int]:
+    # A kernel wants a pointer, even to what it will not read.
+    return (messages, -1, 0) if own is None else (own, own_row, own.numel())
 
 
 def _grid(row_numel: int, block: int, rows: int) -> tuple[int, int]:

@@ -1,0 +1,17 @@
+"""FP8 on the wire: a block codec, collectives on it, and what installs them. Knows tensors and process groups only."""
+
+from lightning_fp8.comm.codec import BlockCodec, MessageError
+from lightning_fp8.comm.collectives import FP8Collectives
+from lightning_fp8.comm.ddp import FP8GradientState, fp8_gradient_hook
+from lightning_fp8.comm.handle import Handle
+from lightning_fp8.comm.traffic import Traffic
+
+__all__ = [
+    "BlockCodec",
+    "FP8Collectives",
+    "FP8GradientState",
+    "Handle",
+    "MessageError",
+    "Traffic",
+    "fp8_gradient_hook",
+]

@@ -1,0 +1,84 @@
+"""Runs checks on several gloo ranks with one spawn, and says which of them failed where."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Check = Callable[[int, int], None]
+"""Called on every rank with the rank and the world size; raises where something is wrong."""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def run_checks(checks: Sequence[Check], world_size: int, timeout: float = 20.0) -> dict[str, list[str]]:
+    """The failures of each check: one traceback for each rank that raised.
+
+    A rank that raises leaves the others waiting in a collective; the group's timeout turns that into a failure too.
+    After one, the group's state is unknown, so the checks that follow fail as "not run".
+    """
+    context = mp.get_context("spawn")
+    reports = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_work, args=(rank, world_size, port, checks, timeout, reports), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    failures: dict[str, list[str]] = {check.__name__: [] for check in checks}
+    for _ in range(world_size):
+        try:
+            rank, results = reports.get(timeout=200)
+        except queue.Empty:
+            rank, results = -1, {}
+        for check in checks:
+            report = results.get(check.__name__, "not run")
+            if report:
+                failures[check.__name__].append(f"rank {rank}: {report}")
+    for process in processes:
+        process.join(20)
+    return failures
+
+
+def _work(rank: int, world_size: int, port: int, checks: Sequence[Check], timeout: float, reports: mp.Queue) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, str] = {}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    for check in checks:
+        torch.manual_seed(0)
+        try:
+            check(rank, world_size)
+            dist.barrier()
+            results[check.__name__] = ""
+        except BaseException:
+            results[check.__name__] = traceback.format_exc()
+            break
+    reports.put((rank, results))
+    reports.close()
+    reports.join_thread()
+
+
+def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return all(torch.equal(other, mine) for other in everyone)
