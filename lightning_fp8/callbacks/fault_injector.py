@@ -1,0 +1,102 @@
+"""Plant faults into a run, to see it recover: :class:`FaultInjector`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_fp8.recovery import faults
+from lightning_fp8.recovery.faults import Fault, InjectedFault
+from lightning_fp8.recovery.layers import FP8Layers
+
+__all__ = ["Fault", "FaultInjector", "InjectedFault"]
+
+
+class FaultInjector(Callback):
+    """Plants each fault at its step, the same in every run.
+
+    Args:
+        faults: :class:`Fault` s, or mappings with their fields.
+
+    Raises:
+        ValueError: where a fault's settings make no sense.
+    """
+
+    def __init__(self, faults: Iterable[Fault | Mapping[str, Any]]) -> None:
+        self.faults = [fault if isinstance(fault, Fault) else Fault(**fault) for fault in faults]
+        self._hooks: list[Any] = []
+        self._planted = -1
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what could not be planted, before the first step.
+
+        Raises:
+            ValueError: a layer or a rank that does not exist.
+        """
+        self._planted = -1
+        for fault in self.faults:
+            if fault.rank is not None and not 0 <= fault.rank < trainer.world_size:
+                raise ValueError(f"{fault}: there are {trainer.world_size} ranks, counted from 0.")
+            if fault.layer is not None:
+                _module(pl_module, fault.layer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        # Of accumulated batches, the first gets the fault.
+        if step == self._planted:
+            return
+        self._planted = step
+        for fault in self._due(trainer):
+            module = _module(pl_module, fault.layer) if fault.layer is not None else pl_module
+            if fault.kind == "batch":
+                faults.spoil_batch(batch, fault.value)
+            elif fault.kind == "activation":
+                self._hooks.append(faults.spoil_activation(module, fault.value))
+            elif fault.kind == "gradient":
+                self._hooks.append(faults.spoil_gradient(module, fault.value))
+            elif fault.kind == "weight":
+                faults.spoil_weight(module, fault.value)
+            elif fault.kind == "bit_flip":
+                faults.flip_bit(module, fault.bit)
+            elif fault.kind == "exception":
+                raise InjectedFault(f"Planted at step {step}.")
+            elif fault.kind == "kill":
+                faults.kill_process()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        for fault in self._due(trainer):
+            if fault.kind == "loss":
+                loss.mul_(fault.multiplier)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for fault in self._due(trainer):
+            if fault.kind == "amax" and fault.layer is not None:
+                layers = FP8Layers(pl_module)
+                if fault.layer not in layers.names:
+                    raise ValueError(f"{fault.layer!r} does not run in FP8, so it has no amax to plant a fault in.")
+                layers.multiply_amax(fault.layer, fault.role, fault.multiplier)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _due(self, trainer: pl.Trainer) -> list[Fault]:
+        here = (None, trainer.global_rank)
+        return [f for f in self.faults if f.step == trainer.global_step and f.rank in here]
+
+
+def _module(root: nn.Module, name: str) -> nn.Module:
+    try:
+        return root.get_submodule(name)
+    except AttributeError as error:
+        names = ", ".join(n for n, m in root.named_modules() if n and not list(m.children()))
+        raise ValueError(f"There is no layer {name!r} to put a fault in. Layers: {names}.") from error

@@ -1,0 +1,1 @@
+"""Recovery from bad steps: verdict, skip, snapshot, ladder, events. On tensors and optimizers, without a Trainer."""

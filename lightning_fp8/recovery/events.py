@@ -1,0 +1,86 @@
+"""The event log: one JSON line for each thing that recovery saw or did, and how often."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+#: Lines kept in memory for the report.
+RECENT = 1000
+
+
+class EventLog:
+    """Writes events as they come, flushed, so that a killed process leaves them behind.
+
+    Args:
+        path: of the file, appended to; None: nothing is written, only counted.
+        writes: whether this process writes (rank 0 does).
+
+    Attributes:
+        counts: how often each kind of event came, over resumes.
+        recent: the last events, as dicts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, writes: bool = True) -> None:
+        self.path = Path(path) if path is not None else None
+        self.writes = writes
+        self.counts: Counter[str] = Counter()
+        self.recent: list[dict[str, Any]] = []
+
+    def add(self, event: str, **details: Any) -> dict[str, Any]:
+        """Count an event and write its line."""
+        line = {"event": event, **{key: _plain(value) for key, value in details.items() if value is not None}}
+        self.counts[event] += 1
+        self.recent = [*self.recent[-RECENT + 1 :], line]
+        if self.writes and self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return line
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self.counts)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting."""
+        self.counts = Counter(state)
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The events of a log; a last line that was cut off by a kill is left out.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: where another line is no JSON.
+    """
+    lines = Path(path).read_text().splitlines()
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not an event log ({error}).") from error
+    return events
+
+
+def rejected_batches(events: Iterable[dict[str, Any]]) -> set[tuple[int, int]]:
+    """(epoch, batch index) of every batch that was rejected: what ``skip_batches`` takes."""
+    return {(event["epoch"], batch) for event in events if event["event"] == "rejected" for batch in event["batches"]}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no Inf: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,315 @@
+"""Guards the steps of a training loop: judges each, and makes a bad one leave no trace.
+
+With it, a plain PyTorch or Fabric loop is guarded like this::
+
+    guard = StepGuard(model, [optimizer])
+    for batch in data:
+        guard.begin()
+        loss = compute_loss(model(batch))
+        guard.observe(loss)
+        loss.backward()
+        guard.decide(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        for outcome in guard.outcomes():
+            if outcome.finding is not None:
+                print(outcome.context, outcome.finding)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_fp8.loss_scaling import LossScaler
+from lightning_fp8.recovery.buffers import MovedBuffers
+from lightning_fp8.recovery.layers import FP8Layers
+from lightning_fp8.recovery.verdict import Culprit, Finding, Judge, Layout, Thresholds, local_values
+
+Mode = Literal["auto", "fast", "exact"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step.
+
+    Attributes:
+        context: what the caller said about it.
+        finding: why it was rejected; None where it was accepted.
+    """
+
+    context: dict[str, Any]
+    finding: Finding | None
+
+
+class StepGuard:
+    """Decides on each optimizer step.
+
+    *exact*: one flag is read on the host each step; a rejected step finds no gradients, so that any optimizer leaves
+    weights and state alone. *fast*: the flag stays on the device, where fused optimizers obey it (``found_inf``); the
+    host learns of it with the next step.
+
+    Args:
+        model: its buffers and parameter names; not a wrapper around it.
+        optimizers: whose steps are judged, each with statistics of its own.
+        thresholds: when a finite step is bad.
+        mode: ``auto`` is fast where every optimizer is fused and no dynamic loss scale is used.
+        scaler: of the loss, if there is one.
+        group: the ranks that must agree; None: the default group, if there is one.
+
+    Attributes:
+        fast: the mode, decided.
+        accepted: whether the last step was; None: not known yet (fast).
+        flag: bool ``[]`` on the device: the last step was rejected.
+        fp8: the model's FP8 layers.
+        loss_scaled: a dynamic loss scale is used: it is lowered when gradients overflow.
+
+    Raises:
+        ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        thresholds: Thresholds | None = None,
+        mode: Mode = "auto",
+        scaler: torch.amp.GradScaler | LossScaler | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.thresholds = thresholds or Thresholds()
+        self.loss_scaled = isinstance(scaler, torch.amp.GradScaler) or (
+            scaler is not None and scaler.loss_scale == "dynamic"
+        )
+        self.fast = _choose_mode(mode, optimizers, self.loss_scaled)
+        self.fp8, self.scaler, self.optimizers = FP8Layers(model), scaler, list(optimizers)
+        self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.accepted: bool | None = True
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.judges = [self._judge(optimizer, names, group) for optimizer in self.optimizers]
+        self.device = self.judges[0].device
+        self.flag = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._group = group
+        self._buffers = MovedBuffers(model)
+        self._batches: list[Tensor] = []
+        self._losses: list[tuple[Tensor, Tensor | None]] = []
+        self._rejected = 0
+        self._pending: list[_Pending] = []
+
+    def _judge(self, optimizer: Optimizer, names: dict[int, str], group: dist.ProcessGroup | None) -> Judge:
+        parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+        if not parameters:
+            raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
+        labels = [names.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)]
+        layout = Layout(labels, self.fp8.names, self.ranks)
+        return Judge(parameters, layout, self.thresholds, parameters[0].device, group)
+
+    def begin(self) -> None:
+        """A step's first forward is about to begin."""
+        self._buffers.remember()
+        self._losses, self._batches, self._rejected = [], [], 0
+
+    @torch.no_grad()
+    def observe_batch(self, batch: Any) -> None:
+        """A batch, so that a finding can tell whether the data itself held NaN or Inf; by itself that is no fault."""
+        tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+        self._batches += [tensor.abs().max().to(self.device, torch.float32) for tensor in tensors]
+
+    def observe(self, loss: Tensor) -> None:
+        """A loss that backward is about to run from, scaled if losses are; of accumulated batches each one's share."""
+        scale = self.scaler.scale(torch.ones((), device=loss.device)) if self.scaler is not None else None
+        # The tensor's memory: whatever is done to it in place before backward counts.
+        self._losses.append((loss.detach(), scale))
+
+    def reject(self, loss: Tensor) -> Tensor:
+        """Leave this step out, whatever the other ranks say.
+
+        Returns:
+            ``loss`` as NaN, with a NaN gradient on every path, so that this rank takes part in backward like any other.
+        """
+        self._rejected = 1
+        return loss * float("nan")
+
+    def reject_step(self) -> None:
+        """Leave this step out, where there is no loss to reject; backward may run or not."""
+        self._rejected = 1
+
+    @torch.no_grad()
+    def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
+        """Judge the step that ``optimizer`` is about to take; a bad one will leave no trace.
+
+        Args:
+            optimizer: one of those guarded; its gradients are complete, and not yet clipped.
+            context: comes back with the outcome.
+
+        Returns:
+            Whether it was accepted; None where the host doesn't know yet.
+        """
+        index = next(i for i, other in enumerate(self.optimizers) if other is optimizer)
+        judge = self.judges[index]
+        if isinstance(self.scaler, torch.amp.GradScaler) and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # Fused optimizers leave that to their step, which would come too late for the norm.
+            self.scaler.unscale_(optimizer)
+        loss = self._loss(judge)
+        amax, last_amax = (self.fp8.amax(), self.fp8.last_amax()) if self.fp8.names else (None, None)
+        batch = torch.stack(self._batches).sum() if self._batches else None
+        self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected)
+        pending = _Pending(index, self.flag, judge.message, judge.scores, context)
+        # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
+        if self.fast and optimizer.state:
+            self._skip_on_device(optimizer)
+            self.accepted = None
+            pending.copy_flag()
+        else:
+            optimizer.__dict__.pop("found_inf", None)
+            self.accepted = not self.flag.item()
+            pending.flag = torch.tensor(not self.accepted)
+            pending.late = False
+            if not self.accepted:
+                self._skip_on_host(optimizer)
+        self._pending.append(pending)
+        self._losses, self._batches, self._rejected = [], [], 0
+        return self.accepted
+
+    def outcomes(self, *, everything: bool = True) -> list[Outcome]:
+        """What became known since the last call; to be called each step, for what is not collected is kept.
+
+        Args:
+            everything: wait for a fast last step too; otherwise for those before it only, which costs no time.
+
+        Returns:
+            The steps' outcomes, in order.
+        """
+        known: list[Outcome] = []
+        while self._pending and (everything or len(self._pending) > 1 or not self._pending[0].late):
+            pending = self._pending.pop(0)
+            known.append(Outcome(pending.context, self._finding(pending)))
+        return known
+
+    def rejected_at_end(self) -> int:
+        """How many steps in a row, up to the last, were rejected, of those not yet collected. Waits for them."""
+        streak = 0
+        for pending in reversed(self._pending):
+            if not pending.rejected():
+                break
+            streak += 1
+        return streak
+
+    def forget(self) -> None:
+        """Drop what is not collected: its steps are undone."""
+        self._pending.clear()
+
+    def _finding(self, pending: _Pending) -> Finding | None:
+        if not pending.rejected():
+            return None
+        details = pending.message.cpu(), pending.scores.cpu()
+        return self.judges[pending.judge].layout.findings(*details, self.thresholds, self.loss_scaled)
+
+    @torch.no_grad()
+    def bad_weights(self) -> list[Culprit]:
+        """Weights that are not finite, or so large that the sum of their squares is not; every rank must call."""
+        names, owners = [], []
+        for judge in self.judges:
+            names += judge.layout.parameters
+            owners += judge.parameters
+        floating = [local_values(p.detach()) for p in owners]
+        norms = [norm.to(self.device) for norm in torch._foreach_norm(floating, 2, torch.float32)]
+        bad = (~torch.isfinite(torch.stack(norms))).float()
+        message = torch.zeros(len(names) + self.ranks, device=self.device)
+        message[: len(names)] = bad
+        message[len(names) + self.judges[0].rank] = bad.max()
+        if self.ranks > 1:
+            dist.all_reduce(message, dist.ReduceOp.MAX, self._group)
+        flags = message.tolist()
+        ranks = tuple(rank for rank in range(self.ranks) if flags[len(names) + rank])
+        return [
+            Culprit("nonfinite", name, "weight", math.inf, ranks)
+            for name, flag in zip(names, flags, strict=False)
+            if flag
+        ]
+
+    def _loss(self, judge: Judge) -> Tensor | None:
+        if not self._losses:
+            if any(parameter.grad is not None for parameter in judge.parameters):
+                return torch.zeros((), device=judge.device)
+            self._rejected = self._rejected or 2
+            return None
+        losses = [loss if scale is None else loss / scale for loss, scale in self._losses]
+        return torch.stack([loss.to(judge.device, torch.float32) for loss in losses]).sum()
+
+    def _skip_on_device(self, optimizer: Optimizer) -> None:
+        optimizer.found_inf = self.flag.float()  # type: ignore[attr-defined]
+        self._buffers.restore(self.flag)
+        self.fp8.discard(self.flag)
+
+    def _skip_on_host(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        self._buffers.restore()
+        self.fp8.discard()
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        for optimizer in self.optimizers:
+            optimizer.__dict__.pop("found_inf", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics of accepted steps, and the outcomes not yet collected: plain values and tensors on the CPU."""
+        return {
+            "statistics": [judge.statistics.state_dict() for judge in self.judges],
+            "pending": [pending.state_dict() for pending in self._pending],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was."""
+        for judge, statistics in zip(self.judges, state["statistics"], strict=False):
+            judge.statistics.load_state_dict(statistics)
+        self._pending = [_Pending(**pending) for pending in state["pending"]]
+
+
+class _Pending:
+    """A verdict on its way to the host."""
+
+    def __init__(
+        self, judge: int, flag: Tensor, message: Tensor, scores: Tensor, context: dict[str, Any], late: bool = True
+    ) -> None:
+        self.judge, self.flag, self.message, self.scores, self.context = judge, flag, message, scores, context
+        self.late = late
+        self._copied: torch.cuda.Event | None = None
+
+    def copy_flag(self) -> None:
+        """Begin the copy of the flag."""
+        if self.flag.is_cuda:
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self.flag = host.copy_(self.flag, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def rejected(self) -> bool:
+        """Waits for the flag."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self.flag)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The constructor's arguments, on the CPU."""
+        tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
+        return {"judge": self.judge, **tensors, "context": self.context, "late": self.late}
+
+
+def _choose_mode(mode: Mode, optimizers: Sequence[Optimizer], loss_scaled: bool) -> bool:
+    """Whether the verdict can stay on the device."""
+    if mode not in ("auto", "fast", "exact"):
+        raise ValueError(f"mode is {mode!r}: choose 'auto', 'fast' or 'exact'.")
+    slow = [type(o).__name__ for o in optimizers if not all(g.get("fused") for g in o.param_groups)]
+    if mode == "fast" and slow:
+        raise ValueError(f"mode='fast' needs fused optimizers: pass fused=True to {', '.join(slow)}, or choose 'auto'.")
+    if mode == "fast" and loss_scaled:
+        raise ValueError("mode='fast' does not go with a dynamic loss scale, which asks the device: choose 'auto'.")
+    return mode != "exact" and not slow and not loss_scaled

@@ -1,0 +1,75 @@
+"""What recovery asks of the FP8 layers of a model: their amaxes, to forget a step, to leave FP8 for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.model import Conversion, conversions
+from lightning_fp8.recipes import ROLES
+from lightning_fp8.statistics import LAST_AMAX
+
+
+class FP8Layers:
+    """All converted layers of a model as one table.
+
+    Args:
+        model: holds :class:`~lightning_fp8.model.Conversion` s, or none.
+
+    Attributes:
+        names: of the layers, as ``model`` names them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._conversions = conversions(model)
+        prefixes: dict[int, str] = {}
+        # From the inside out, the first module that holds a conversion is its own.
+        for prefix, module in reversed(list(model.named_modules())):
+            for conversion in conversions(module):
+                prefixes.setdefault(id(conversion), prefix)
+        self._rows: dict[str, tuple[Conversion, str]] = {}
+        for conversion in self._conversions:
+            for name in conversion.runtime.table.names:
+                full = ".".join(part for part in (prefixes[id(conversion)], name) if part)
+                self._rows[full] = (conversion, name)
+        self.names = list(self._rows)
+
+    def amax(self) -> Tensor:
+        """Of the running step, fp32 ``[layers, roles]``, negative where not seen."""
+        return torch.cat([conversion.runtime.table.amax for conversion in self._conversions])
+
+    def last_amax(self) -> Tensor:
+        """Of the last step that was taken, the same."""
+        return torch.cat([conversion.runtime.table.data[..., LAST_AMAX] for conversion in self._conversions])
+
+    def multiply_amax(self, name: str, role: str | None, factor: float) -> None:
+        """Falsify a running amax, to rehearse; ``role`` None is all of them."""
+        conversion, row = self._rows[name]
+        amax = conversion.runtime.table.amax[conversion.runtime.table.names.index(row)]
+        for index, each in enumerate(ROLES):
+            if role in (None, each):
+                amax[index] *= factor
+
+    def discard(self, rejected: Tensor | bool = True) -> None:
+        """Forget the running step, if ``rejected``."""
+        for conversion in self._conversions:
+            conversion.runtime.discard(rejected)
+
+    def set_enabled(self, names: Iterable[str], enabled: bool) -> None:
+        """Switch layers to high precision, or back to FP8."""
+        for name in names:
+            if name in self._rows:
+                conversion, row = self._rows[name]
+                conversion.runtime.set_enabled([row], enabled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale state of all of them."""
+        return {str(index): conversion.state_dict() for index, conversion in enumerate(self._conversions)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to ``state``."""
+        for index, conversion in enumerate(self._conversions):
+            conversion.load_state_dict(state[str(index)])

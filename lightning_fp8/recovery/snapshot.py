@@ -1,0 +1,226 @@
+"""The last good state, in this host's memory.
+
+Every rank keeps what it holds itself: of a sharded model its shards. A capture copies to pinned memory on a stream of
+its own while the next forward and backward run; only the next optimizer step waits for it. Two copies are kept: the
+newest is a *candidate* until a later step shows that its weights are sound, and never overwrites the *good* one before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fp8.rng import collect_rng_state, restore_rng_state
+
+
+class Stateful(Protocol):
+    """Whatever has a state of plain values and tensors: schedulers, scale state, statistics."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Snapshot:
+    """One copy: host tensors that are reused from capture to capture, and plain values.
+
+    Attributes:
+        label: what the caller said about the moment (the step).
+    """
+
+    def __init__(self) -> None:
+        self.label: Any = None
+        self.tensors: dict[str, Tensor] = {}
+        self.groups: list[list[dict[str, Any]]] = []
+        self.states: dict[str, Any] = {}
+        self.rng: dict[str, Any] = {}
+
+
+class Snapshots:
+    """Captures and restores a module, its optimizers and whatever else has a state.
+
+    Args:
+        module: weights and buffers, restored in place.
+        optimizers: state and parameter groups, restored in place.
+        others: further things with a state, by name; they are small and copied at once.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Stateful] | None = None
+    ) -> None:
+        self.module, self.optimizers, self.others = module, list(optimizers), dict(others or {})
+        self.good: Snapshot | None = None
+        self.candidate: Snapshot | None = None
+        self._spare = Snapshot()
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def capture(self, label: Any = None) -> None:
+        """Begin a copy of the present state; it becomes the candidate."""
+        self.wait()
+        snapshot, self._spare = self.candidate or self._spare, Snapshot()
+        live = dict(self._tensors())
+        on_gpu = next((t.device for t in live.values() if t.is_cuda), None)
+        # The next forward may move buffers while the copy runs: copies of them on the device are what is copied.
+        staged = {n: t.clone() if n.startswith("buffer.") and t.is_cuda else t for n, t in live.items()}
+        old, snapshot.tensors = snapshot.tensors, {}
+        if on_gpu is not None:
+            self._stream = self._stream or torch.cuda.Stream(on_gpu)
+            self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
+        for name, tensor in staged.items():
+            host = old.get(name)
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            snapshot.tensors[name] = host
+            if tensor.is_cuda and self._stream is not None:
+                with torch.cuda.stream(self._stream):
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self._stream)
+            else:
+                host.copy_(tensor)
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+        snapshot.groups = [[group_settings(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        snapshot.states = {name: copy.deepcopy(other.state_dict()) for name, other in self.others.items()}
+        snapshot.rng = collect_rng_state()
+        snapshot.label = label
+        self.candidate = snapshot
+
+    def before_optimizer_step(self) -> None:
+        """The weights are about to change: on the device, let a copy in progress finish first."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait on the host for a copy in progress."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def promote(self) -> None:
+        """A step on the candidate's weights was accepted: it is the good one now."""
+        if self.candidate is not None:
+            self.good, self.candidate, self._spare = self.candidate, None, self.good or self._spare
+
+    @torch.no_grad()
+    def restore(self) -> Any:
+        """Put the good state back in place.
+
+        Returns:
+            Its label.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self.good is None:
+            raise RuntimeError("There is no good state to go back to: capture one and promote it first.")
+        self.wait()
+        good = self.good
+        if self.candidate is not None:
+            self._spare, self.candidate = self.candidate, None
+        for optimizer, groups in zip(self.optimizers, good.groups, strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                set_group_settings(group, saved)
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in _optimizer_parameters(index, optimizer):
+                # What the state did not hold then was made by steps that are undone.
+                state = optimizer.state.get(parameter, {})
+                for key in [k for k, v in state.items() if torch.is_tensor(v) and f"{name}.{k}" not in good.tensors]:
+                    del state[key]
+                if not state:
+                    optimizer.state.pop(parameter, None)
+        for name, tensor in self._tensors():
+            if name in good.tensors:
+                tensor.copy_(good.tensors[name])
+        for name, other in self.others.items():
+            other.load_state_dict(copy.deepcopy(good.states[name]))
+        restore_rng_state(good.rng)
+        return good.label
+
+    def checkpoint(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """``state_dict`` of the module with the good state's values, of the same types and names.
+
+        Raises:
+            RuntimeError: there is no good state.
+        """
+        if self.good is None:
+            raise RuntimeError("There is no good state: capture one and promote it first.")
+        self.wait()
+        good = self.good.tensors
+        saved = {name: good.get(f"parameter.{name}", good.get(f"buffer.{name}")) for name in state_dict}
+        return {name: _like(value, saved[name]) for name, value in state_dict.items()}
+
+    def optimizer_checkpoint(self, index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same for the ``state_dict`` of the optimizer at ``index``.
+
+        Raises:
+            RuntimeError: there is no good state.
+        """
+        if self.good is None:
+            raise RuntimeError("There is no good state: capture one and promote it first.")
+        self.wait()
+        names = [name for name, _ in _optimizer_parameters(index, self.optimizers[index])]
+        state = {
+            number: {
+                key: _like(value, self.good.tensors[f"{names[number]}.{key}"]) if torch.is_tensor(value) else value
+                for key, value in values.items()
+                if not torch.is_tensor(value) or f"{names[number]}.{key}" in self.good.tensors
+            }
+            for number, values in state_dict["state"].items()
+        }
+        groups = [
+            {**group, **saved} for group, saved in zip(state_dict["param_groups"], self.good.groups[index], strict=True)
+        ]
+        return {"state": {n: values for n, values in state.items() if values}, "param_groups": groups}
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """All tensors by name, local ones where they are sharded."""
+        found = [(f"parameter.{name}", _local(p.detach())) for name, p in self.module.named_parameters()]
+        found += [(f"buffer.{name}", _local(b)) for name, b in self.module.named_buffers()]
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in _optimizer_parameters(index, optimizer):
+                state = optimizer.state.get(parameter, {})
+                found += [(f"{name}.{key}", _local(value)) for key, value in state.items() if torch.is_tensor(value)]
+        return found
+
+
+def _optimizer_parameters(index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters in the order that its state_dict numbers them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(f"optimizer.{index}.{number}", parameter) for number, parameter in enumerate(parameters)]
+
+
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Learning rate and the like of a parameter group."""
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in values.items()}
+
+
+def set_group_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Put back what :func:`group_settings` gave."""
+    for key, value in saved.items():
+        if torch.is_tensor(group.get(key)):
+            group[key].copy_(value)
+        else:
+            group[key] = value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Any, host: Tensor | None) -> Any:
+    """``host`` as ``value`` is: a DTensor of the same placement, or a plain tensor."""
+    if host is None or not torch.is_tensor(value):
+        return value
+    if isinstance(value, DTensor):
+        local = host.to(value.to_local().device)
+        return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
+    return host.clone()

@@ -1,0 +1,355 @@
+"""Is this step good? Judged on the device, before the optimizer takes it, with one reduction over all ranks.
+
+1. Every rank writes what it saw into one message: its loss, the norm of each gradient, the amax of each operand and how
+   far that lies above the operand's last one. Non-finite values become Inf, for a maximum would drop a NaN.
+2. One MAX all-reduce. From here on all ranks hold the same message, and decide alike.
+3. A step is bad if anything is non-finite, if a rank rejects it, or if loss or gradient norm is a spike against the
+   robust statistics of the steps accepted before.
+4. Only an accepted step enters the statistics.
+
+Nothing here waits for the device; :meth:`Layout.findings` names the culprits on the host, when there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.recipes import ROLES
+
+#: A normal distribution's sigma in units of its median absolute deviation.
+MAD_TO_SIGMA = 1.4826
+#: What the statistics follow: the largest loss over the ranks, and the largest norm of the gradients.
+SIGNALS = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a finite step counts as bad.
+
+    Attributes:
+        spike: loss or gradient norm this many robust sigmas above the median of accepted steps; None: never.
+        window: number of accepted steps the median is taken over.
+        warmup: accepted steps before the first spike can be called.
+        floor: sigma is at least this fraction of the median, so that a flat curve doesn't make noise a spike.
+        amax_jump: an operand's amax this many times its last one; None: never. Far above what the window of delayed
+            scaling can follow.
+
+    Raises:
+        ValueError: where a setting makes no sense.
+    """
+
+    spike: float | None = 10.0
+    window: int = 128
+    warmup: int = 32
+    floor: float = 0.1
+    amax_jump: float | None = 1000.0
+
+    def __post_init__(self) -> None:
+        if self.spike is not None and not 1 <= self.spike < math.inf:
+            raise ValueError(f"spike is {self.spike}: give at least 1 (sigmas above the median), or None for no check.")
+        if self.amax_jump is not None and not 1 < self.amax_jump < math.inf:
+            raise ValueError(f"amax_jump is {self.amax_jump}: give a factor above 1, or None for no check.")
+        if self.window < 4:
+            raise ValueError(f"window is {self.window}: a median wants at least 4 steps.")
+        if not 2 <= self.warmup <= self.window:
+            raise ValueError(f"warmup is {self.warmup}: choose it from 2 to window ({self.window}).")
+        if not 0 <= self.floor < math.inf:
+            raise ValueError(f"floor is {self.floor}: give a fraction of the median, 0 or above.")
+
+
+class SpikeStatistics:
+    """Median and median absolute deviation of each signal over the last accepted steps, in a ring on the device.
+
+    Attributes:
+        values: fp32 ``[signals, window]``; NaN where nothing was written yet.
+        count: int64 ``[]``, accepted steps so far.
+    """
+
+    def __init__(self, thresholds: Thresholds, device: torch.device | str = "cpu") -> None:
+        self.thresholds = thresholds
+        self.values = torch.full((len(SIGNALS), thresholds.window), math.nan, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._positions = torch.arange(thresholds.window, device=device)
+
+    def score(self, signals: Tensor) -> Tensor:
+        """How many robust sigmas each of ``signals`` (fp32 ``[signals]``) lies above its median; 0 in the warm-up."""
+        filled = self.count.clamp(max=self.thresholds.window)
+        middle = ((filled - 1).clamp(min=0) // 2).expand(len(SIGNALS), 1)
+        # NaN sorts last, so the unwritten part of the ring is never reached.
+        median = self.values.sort(dim=1).values.gather(1, middle)
+        deviation = (self.values - median).abs().sort(dim=1).values.gather(1, middle)
+        sigma = torch.maximum(MAD_TO_SIGMA * deviation, self.thresholds.floor * median.abs())
+        score = (signals - median[:, 0]) / sigma[:, 0].clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where(self.count >= self.thresholds.warmup, score, 0.0)
+
+    def update(self, signals: Tensor, accepted: Tensor) -> None:
+        """Let ``signals`` in where ``accepted`` (bool ``[]``)."""
+        here = (self._positions == self.count % self.thresholds.window) & accepted
+        torch.where(here, signals[:, None], self.values, out=self.values)
+        self.count += accepted
+
+    def reset(self) -> None:
+        """Begin anew, warm-up included."""
+        self.values.fill_(math.nan)
+        self.count.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors on the CPU."""
+        return {"values": self.values.cpu().clone(), "count": self.count.cpu().clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on where ``state`` was; another window starts anew, for its ring has another length."""
+        if state["values"].shape != self.values.shape:
+            return self.reset()
+        self.values.copy_(state["values"])
+        self.count.copy_(state["count"])
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """One thing that was wrong with a step.
+
+    Attributes:
+        what: ``nonfinite``, ``spike``, ``amax_jump``, ``rejected`` (by the user) or ``no_loss``.
+        where: a layer's or parameter's qualified name, or ``batch``, ``loss`` or ``grad_norm``.
+        role: of the operand: ``input``, ``weight``, ``grad_output``; of a parameter: ``weight``, ``gradient``; else what
+            ``where`` says.
+        value: what was seen (a spike: sigmas above the median).
+        ranks: that saw it; empty where the ranks cannot be told apart (gradients already reduced).
+    """
+
+    what: str
+    where: str
+    role: str
+    value: float
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass
+class Finding:
+    """Why a step was rejected.
+
+    Attributes:
+        culprits: the first cause first.
+        loss: the largest over the ranks.
+        grad_norm: of this optimizer's gradients, the largest over the ranks.
+        overflow: gradients overflowed under a loss scale whose scaler will lower it: no fault of the data.
+    """
+
+    culprits: list[Culprit]
+    loss: float
+    grad_norm: float
+    overflow: bool = False
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Layers with an operand that was at fault, the first cause first."""
+        return tuple(dict.fromkeys(c.where for c in self.culprits if c.role in ROLES))
+
+    @property
+    def finite(self) -> bool:
+        """A suspicion (a spike), not a fact."""
+        return all(culprit.what in ("spike", "amax_jump") for culprit in self.culprits)
+
+    @property
+    def deliberate(self) -> bool:
+        """Somebody asked for the step to be left out."""
+        return any(culprit.what in ("rejected", "no_loss") for culprit in self.culprits)
+
+
+class Layout:
+    """Where things lie in the message, fp32 ``[size]``.
+
+    Losses, batch flags, operand flags and rejections of each rank; gradient norms; amaxes and their jumps.
+
+    Args:
+        parameters: names of the optimizer's parameters, in its order.
+        layers: names of the layers in the table of statistics, in its order.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, parameters: Sequence[str], layers: Sequence[str] = (), ranks: int = 1) -> None:
+        self.parameters, self.layers, self.ranks = list(parameters), list(layers), ranks
+        self.sizes = [ranks, ranks, ranks, ranks, len(parameters), len(layers) * len(ROLES), len(layers) * len(ROLES)]
+
+    def split(self, message: Tensor) -> tuple[Tensor, ...]:
+        """The seven parts, views."""
+        return message.split(self.sizes)
+
+    def findings(self, message: Tensor, scores: Tensor, thresholds: Thresholds, loss_scaled: bool = False) -> Finding:
+        """Name what is wrong in a reduced ``message`` with the ``scores`` of its signals; both on the CPU.
+
+        Args:
+            message: as :meth:`Judge.judge` left it.
+            scores: fp32 ``[signals]``.
+            thresholds: those of the judge.
+            loss_scaled: a scaler lowers the loss scale when gradients overflow.
+        """
+        losses, batches, operands, rejections, norms, amaxes, jumps = self.split(message)
+        culprits = [
+            Culprit("no_loss" if code > 1 else "rejected", "loss", "loss", math.nan, (rank,))
+            for rank, code in enumerate(rejections.tolist())
+            if code > 0
+        ]
+        ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
+        bad_operands = [
+            Culprit("nonfinite", self.layers[layer], ROLES[role], math.inf, ranks)
+            for layer, role in _first_causes(amaxes.view(-1, len(ROLES)))
+        ]
+        bad_batches = tuple((batches > 0).nonzero()[:, 0].tolist())
+        bad_losses = tuple(torch.isposinf(losses).nonzero()[:, 0].tolist())
+        bad_gradients = torch.isposinf(norms).nonzero()[:, 0].tolist()
+        if bad_batches and (bad_losses or bad_gradients):
+            culprits.append(Culprit("nonfinite", "batch", "batch", math.inf, bad_batches))
+        culprits += bad_operands
+        if bad_losses:
+            culprits.append(Culprit("nonfinite", "loss", "loss", math.inf, bad_losses))
+        # Backward runs from the last parameter to the first: the last bad one is the first cause.
+        culprits += [Culprit("nonfinite", self.parameters[i], "gradient", math.inf) for i in reversed(bad_gradients)]
+        if thresholds.amax_jump is not None:
+            for index in (jumps > thresholds.amax_jump).nonzero()[:, 0].tolist():
+                layer, role = divmod(index, len(ROLES))
+                culprits.append(Culprit("amax_jump", self.layers[layer], ROLES[role], amaxes[index].item(), ranks))
+        if thresholds.spike is not None and not culprits:
+            for signal, score in zip(SIGNALS, scores.tolist(), strict=True):
+                if score > thresholds.spike:
+                    spiked = (int(losses.argmax()),) if signal == "loss" else ()
+                    culprits.append(Culprit("spike", signal, signal, score, spiked))
+        forward_is_fine = not bad_losses and all(c.role == "grad_output" for c in bad_operands)
+        return Finding(
+            culprits,
+            loss=losses.max().item(),
+            grad_norm=torch.linalg.vector_norm(norms).item(),
+            overflow=loss_scaled and forward_is_fine and bool(bad_gradients),
+        )
+
+
+def _first_causes(amaxes: Tensor) -> list[tuple[int, int]]:
+    """(layer, role) of non-finite operands, the first cause first.
+
+    A weight is a cause in itself. An input that is bad makes the ones after it bad, so the first layer's is the cause;
+    only where no operand of the forward pass is bad did the trouble begin in backward, which visits the layers from
+    the last to the first.
+    """
+    bad = torch.isposinf(amaxes)
+    inputs, weights, grad_outputs = (bad[:, role].nonzero()[:, 0].tolist() for role in range(len(ROLES)))
+    forward = [(layer, ROLES.index("weight")) for layer in weights]
+    forward += [(layer, ROLES.index("input")) for layer in inputs[:1]]
+    return forward or [(layer, ROLES.index("grad_output")) for layer in grad_outputs[-1:]]
+
+
+class Judge:
+    """Judges the steps of one optimizer.
+
+    Args:
+        parameters: the optimizer's parameters; sharded ones contribute this rank's shard.
+        layout: names for them and for the layers of the table.
+        thresholds: when a finite step is bad.
+        device: where the verdict is made.
+        group: the ranks that must agree; None: the default group, if there is one.
+
+    Attributes:
+        statistics: of accepted steps.
+        message: of the last step, reduced.
+        scores: of the last step, fp32 ``[signals]``.
+        grad_norm: of the last step, fp32 ``[]``; clipping by norm may take it from here.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        thresholds: Thresholds,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.parameters, self.layout, self.thresholds, self.group = list(parameters), layout, thresholds, group
+        self.device = torch.device(device)
+        self.statistics = SpikeStatistics(thresholds, device)
+        self.rank = dist.get_rank(group) if layout.ranks > 1 else 0
+        self.message = self.scores = self.grad_norm = torch.zeros(0, device=device)
+
+    @torch.no_grad()
+    def judge(
+        self,
+        loss: Tensor | None,
+        batch: Tensor | None = None,
+        amax: Tensor | None = None,
+        last_amax: Tensor | None = None,
+        rejected: int = 0,
+    ) -> Tensor:
+        """The verdict on the step whose gradients the parameters hold.
+
+        Args:
+            loss: this rank's, ``[]``; None: the step had none.
+            batch: not finite where this rank's data holds NaN or Inf, ``[]``; named in findings, no fault by itself.
+            amax: of this step, fp32 ``[layers, roles]``, negative where not seen.
+            last_amax: of the last accepted step, the same.
+            rejected: 1: this rank rejects the step; 2: because it had no loss.
+
+        Returns:
+            bool ``[]`` on the device, the same on all ranks: True where the step must not be taken.
+        """
+        norms = self._gradient_norms()
+        message = self.message = torch.full((sum(self.layout.sizes),), -math.inf, device=self.device)
+        losses, batches, operands, rejections, norm_part, amax_part, jump_part = self.layout.split(message)
+        if loss is not None:
+            losses[self.rank].copy_(_nonfinite_to_inf(loss.detach().float()))
+        rejections[self.rank].fill_(float(rejected))
+        norm_part.copy_(_nonfinite_to_inf(norms))
+        batches[self.rank].copy_(~torch.isfinite(batch) if batch is not None else torch.zeros(()))
+        operands[self.rank].fill_(0.0)
+        if amax is not None and last_amax is not None and self.layout.layers:
+            amax_part.copy_(_nonfinite_to_inf(amax).flatten())
+            # A slot that was never seen, or only saw zeros, has nothing to jump from.
+            comparable = (last_amax > 0) & torch.isfinite(amax)
+            jumps = torch.where(comparable, amax / last_amax, 0.0).clamp(max=torch.finfo(torch.float32).max)
+            jump_part.copy_(jumps.flatten())
+            suspicious = torch.isposinf(amax_part).any()
+            if self.thresholds.amax_jump is not None:
+                suspicious = suspicious | (jump_part > self.thresholds.amax_jump).any()
+            operands[self.rank].copy_(suspicious)
+        if self.layout.ranks > 1:
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        self.grad_norm = torch.linalg.vector_norm(norm_part)
+        signals = torch.stack((losses.max(), self.grad_norm))
+        bad = torch.isposinf(message).any() | (rejections > 0).any()
+        if self.thresholds.amax_jump is not None:
+            bad = bad | (jump_part > self.thresholds.amax_jump).any()
+        self.scores = self.statistics.score(signals)
+        if self.thresholds.spike is not None:
+            bad = bad | (self.scores > self.thresholds.spike).any()
+        self.statistics.update(signals, ~bad)
+        return bad
+
+    def _gradient_norms(self) -> Tensor:
+        """Norm of each parameter's gradient (0 without one), fp32 ``[parameters]``, in one pass over them."""
+        norms = torch.zeros(len(self.parameters), device=self.device)
+        found = [(i, local_values(p.grad)) for i, p in enumerate(self.parameters) if p.grad is not None]
+        if found:
+            values = torch.stack(
+                [norm.to(self.device) for norm in torch._foreach_norm([g for _, g in found], 2, torch.float32)]
+            )
+            if len(found) == len(self.parameters):
+                return values
+            indices = torch.tensor([i for i, _ in found], pin_memory=self.device.type == "cuda")
+            norms[indices.to(self.device, non_blocking=True)] = values
+        return norms
+
+
+def _nonfinite_to_inf(values: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(values), values, math.inf)
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """This rank's dense values of a parameter or gradient."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
