@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lightning_fp8.formats import E5M2, MAX_SCALE, Format, get_format
+from lightning_fp8.formats import E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 Role = Literal["input", "weight", "grad_output"]
@@ -160,7 +160,8 @@ class Recipe:
         return type(self) is type(other) and self.settings() == other.settings()  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        # Equal settings may differ in text: 0 and 0.0, or a mapping in another order.
+        return hash(type(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
@@ -198,15 +199,15 @@ class DelayedScaling(Recipe):
         power_of_two: bool = False,
         reduce_amax: bool = True,
     ) -> None:
-        if amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be at least 1, got {amax_history_len}.")
+        if amax_history_len < 1 or amax_history_len != int(amax_history_len):
+            raise ValueError(f"amax_history_len must be at least 1, a whole number, got {amax_history_len}.")
         if amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}.")
         if not 0.0 <= smoothing < 1.0:
             raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}: it is the weight of the previous scale.")
-        if max_scale is not None and not (max_scale > 0 and math.isfinite(max_scale)):
-            raise ValueError(f"max_scale must be a positive number or None, got {max_scale}.")
-        self.amax_history_len = amax_history_len
+        if max_scale is not None and not MIN_SCALE <= max_scale <= MAX_SCALE:
+            raise ValueError(f"max_scale must be None or lie between 2**-126 and 2**126, got {max_scale}.")
+        self.amax_history_len = int(amax_history_len)
         self.amax_compute_algo = amax_compute_algo
         self.margin = _checked_margin(margin)
         self.format = format
@@ -235,8 +236,8 @@ class StaticScaling(Recipe):
         by_role = dict(scale) if isinstance(scale, Mapping) else dict.fromkeys(ROLES, scale)
         if set(by_role) != set(ROLES):
             raise ValueError(f"StaticScaling needs one scale for each of {', '.join(ROLES)}; got {sorted(by_role)}.")
-        if not all(value > 0 and math.isfinite(value) for value in by_role.values()):
-            raise ValueError(f"Static scales must be positive numbers, got {by_role}.")
+        if not all(MIN_SCALE <= value <= MAX_SCALE for value in by_role.values()):
+            raise ValueError(f"Static scales must be positive, between 2**-126 and 2**126, got {by_role}.")
         self.scale = scale
         self.format = format
         self.casts = _uniform_casts(format, "tensorwise")
@@ -365,10 +366,10 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         settings = {**preset, **settings}
     if name not in _CLASSES:
         raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
-    known = inspect.signature(_CLASSES[name].__init__).parameters
+    known = [p for p in inspect.signature(_CLASSES[name].__init__).parameters if p != "self"]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        choices = ", ".join(p for p in known if p != "self")
+        choices = ", ".join(known)
         raise ValueError(f"Recipe {name!r} has no setting {', '.join(unknown)}: choose among {choices}.")
     return _CLASSES[name](**settings)
 
@@ -391,7 +392,7 @@ def _uniform_casts(
 
 def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role], Format]:
     """The format of each operand of each GEMM."""
-    if isinstance(choice, str):
+    if not isinstance(choice, Mapping):
         if choice not in FORMAT_CHOICES:
             known = ", ".join(repr(name) for name in FORMAT_CHOICES)
             raise ValueError(f"Unknown format {choice!r}: choose {known}, or give a mapping from roles to formats.")
@@ -400,7 +401,9 @@ def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role],
     known_keys = {*ROLES, *(f"{gemm}.{role}" for gemm, role in uses)}
     unknown = sorted(set(choice) - known_keys)
     if unknown:
-        raise ValueError(f"Unknown operand {', '.join(unknown)} in format: choose among {', '.join(sorted(known_keys))}.")
+        raise ValueError(
+            f"Unknown operand {', '.join(unknown)} in format: choose among {', '.join(sorted(known_keys))}."
+        )
     named = {**FORMAT_CHOICES["e4m3"], **choice}
     formats = {(gemm, role): get_format(named.get(f"{gemm}.{role}", named[role])) for gemm, role in uses}
     for gemm, (left, right) in OPERANDS_OF.items():
@@ -415,4 +418,3 @@ def _checked_margin(margin: float) -> float:
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin must be a number of powers of two, at least 0, got {margin}.")
     return margin
-
