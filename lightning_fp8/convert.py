@@ -6,36 +6,43 @@ reference that anybody holds to the module or its parameters stay what they were
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.linear import Float8Linear, Float8State
-from lightning_fp8.scaling import ScalingState
 from lightning_fp8.selection import linear_layers, why_not_weight
 
 
-def to_float8(model: nn.Module, names: list[str], scaling: ScalingState, autocast_only: bool) -> None:
+def to_float8(
+    model: nn.Module, names: list[str], make_state: Callable[[int, nn.Linear], Float8State]
+) -> list[Float8State]:
     """Convert the layers called ``names`` in place.
 
     Args:
         model: holds the layers.
-        names: qualified names: the rows of ``scaling``'s table.
-        scaling: their scale state.
-        autocast_only: FP8 under autocast only.
+        names: qualified names: the rows of the layers' table.
+        make_state: makes a layer's state from its row and the layer; the state names the layer's new class.
+
+    Returns:
+        The states, in the order of ``names``.
     """
     layers = linear_layers(model)
     bypassed = _layers_of_encoders(model)
-    for index, name in enumerate(names):
+    # All states first: where one cannot be made, nothing has changed.
+    states = [make_state(index, layers[name]) for index, name in enumerate(names)]
+    for name, state in zip(names, states, strict=True):
         layer = layers[name]
-        layer.fp8 = Float8State(scaling, index, autocast_only)  # type: ignore[assignment]
+        layer.fp8 = state  # type: ignore[assignment]
         if is_lazy(layer.weight):
             layer.register_forward_pre_hook(_convert_when_materialized)
         else:
-            layer.__class__ = Float8Linear
+            layer.__class__ = state.layer_class
         if id(layer) in bypassed:
             layer.register_forward_pre_hook(_forbid_fast_path)
+    return states
 
 
 def to_linear(model: nn.Module) -> None:

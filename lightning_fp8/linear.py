@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.ops import LinearCasts, scaled_linear
+from lightning_fp8.ops import GemmLibrary, LinearCasts, scaled_linear, watched_linear
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.scaling import ScalingState
 
@@ -24,22 +24,30 @@ class Float8State:
         index: this layer's row in its table.
         autocast_only: run in FP8 under autocast only (mixed precision): where autocast is switched off, the user asked
             for full precision.
+        gemm: what multiplies the codes, as in :class:`~lightning_fp8.ops.LinearCasts`.
 
     Attributes:
         enabled: whether the layer runs in FP8; recovery switches a failing layer to high precision for a while.
         slots: the statistics of input, weight and grad_output, fp32 ``[4]`` each.
     """
 
-    def __init__(self, scaling: ScalingState, index: int, autocast_only: bool = False) -> None:
+    def __init__(
+        self, scaling: ScalingState, index: int, autocast_only: bool = False, gemm: GemmLibrary = "torch"
+    ) -> None:
         self.scaling = scaling
         self.index = index
         self.autocast_only = autocast_only
         self.enabled = True
         recipe = scaling.recipe
-        self.training_casts = LinearCasts.of(recipe, stored=recipe.source != "data")
+        self.training_casts = LinearCasts.of(recipe, stored=recipe.source != "data", gemm=gemm)
         # Evaluation scales each tensor from its own data and records nothing.
-        self.evaluation_casts = LinearCasts.of(recipe, stored=False)
+        self.evaluation_casts = LinearCasts.of(recipe, stored=False, gemm=gemm)
         self.link()
+
+    @property
+    def layer_class(self) -> type[Float8Linear]:
+        """The class that the layer becomes."""
+        return Float8Linear
 
     @property
     def name(self) -> str:
@@ -90,13 +98,28 @@ class Float8Linear(nn.Linear):
         device_type = input.device.type
         autocast = torch.is_autocast_enabled(device_type)
         if not fp8.enabled or (fp8.autocast_only and not autocast) or input.is_nested:
+            if self.training:
+                # Whoever watches the layers must not go blind where one leaves FP8.
+                return watched_linear(input, self.weight, self.bias, fp8.slots)
             return F.linear(input, self.weight, self.bias)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
-        casts, slots = (fp8.training_casts, fp8.slots) if self.training else (fp8.evaluation_casts, None)
-        y = scaled_linear(input.reshape(-1, self.in_features), self.weight, casts, slots, out_dtype)
-        if self.bias is not None:
-            y = y + self.bias.to(out_dtype)
+        y = self.multiply(input.reshape(-1, self.in_features), out_dtype)
         return y.view(*input.shape[:-1], self.out_features)
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """``x @ weight^T + bias`` in FP8: the part that each backend does with a library of its own.
+
+        Args:
+            x: ``[tokens, in_features]``, any number of tokens.
+            out_dtype: dtype of the result.
+
+        Returns:
+            ``[tokens, out_features]``.
+        """
+        fp8 = self.fp8
+        casts, slots = (fp8.training_casts, fp8.slots) if self.training else (fp8.evaluation_casts, None)
+        y = scaled_linear(x, self.weight, casts, slots, out_dtype)
+        return y if self.bias is None else y + self.bias.to(out_dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)

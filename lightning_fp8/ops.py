@@ -7,15 +7,23 @@ operators ``lightning_fp8::cast`` and ``lightning_fp8::scaled_mm``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import kernels
+from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.reference import decode_scale_shape, round_up, row_multiple
-from lightning_fp8.recipes import Cast, OperandCasts, Recipe
+from lightning_fp8.recipes import ROLES, Cast, OperandCasts, Recipe
+from lightning_fp8.statistics import AMAX
+
+
+#: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
+GemmLibrary = Literal["torch", "fbgemm"]
 
 
 @dataclass(frozen=True)
@@ -25,17 +33,19 @@ class LinearCasts:
     Attributes:
         input, weight, grad_output: the casts of each role.
         stored: tensorwise scales come from the layers' slots, not from the data.
+        gemm: what multiplies.
     """
 
     input: OperandCasts
     weight: OperandCasts
     grad_output: OperandCasts
     stored: bool
+    gemm: GemmLibrary = "torch"
 
     @staticmethod
-    def of(recipe: Recipe, stored: bool) -> LinearCasts:
+    def of(recipe: Recipe, stored: bool, gemm: GemmLibrary = "torch") -> LinearCasts:
         """The casts of ``recipe``."""
-        return LinearCasts(recipe.casts["input"], recipe.casts["weight"], recipe.casts["grad_output"], stored)
+        return LinearCasts(*(recipe.casts[role] for role in ROLES), stored, gemm)
 
 
 # --- cast ------------------------------------------------------------------------------------------------------------
@@ -85,9 +95,9 @@ def _scaled_mm_op(
     cast_b: str,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    gemm: str,
 ) -> Tensor:
-    casts = (_parse(cast_a), _parse(cast_b))
-    return kernels.scaled_mm(a, b, decode_a, decode_b, casts, out_dtype, fast_accum)
+    return _multiply(a, b, decode_a, decode_b, (_parse(cast_a), _parse(cast_b)), out_dtype, fast_accum, gemm)
 
 
 @_scaled_mm_op.register_fake
@@ -100,8 +110,24 @@ def _(
     cast_b: str,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    gemm: str,
 ) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    decode_a: Tensor,
+    decode_b: Tensor,
+    casts: tuple[Cast, Cast],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    gemm: str,
+) -> Tensor:
+    if gemm == "fbgemm" and fbgemm.takes(a, casts, out_dtype):
+        return fbgemm.scaled_mm(a, b, decode_a, decode_b, casts, fast_accum)
+    return kernels.scaled_mm(a, b, decode_a, decode_b, casts, out_dtype, fast_accum)
 
 
 def _parse(text: str) -> Cast:
@@ -119,6 +145,7 @@ def scaled_mm(
     casts: tuple[Cast, Cast],
     out_dtype: torch.dtype,
     fast_accum: bool = False,
+    gemm: GemmLibrary = "torch",
 ) -> Tensor:
     """``a @ b^T`` of two quantised operands.
 
@@ -130,13 +157,14 @@ def scaled_mm(
         casts: how ``a`` and ``b`` were cast.
         out_dtype: dtype of the result.
         fast_accum: let tensor cores accumulate with fewer bits (Hopper's fast accumulation).
+        gemm: what multiplies.
 
     Returns:
         ``[m, n]``.
     """
     if torch.compiler.is_compiling():
-        return _scaled_mm_op(a, b, decode_a, decode_b, str(casts[0]), str(casts[1]), out_dtype, fast_accum)
-    return kernels.scaled_mm(a, b, decode_a, decode_b, casts, out_dtype, fast_accum)
+        return _scaled_mm_op(a, b, decode_a, decode_b, str(casts[0]), str(casts[1]), out_dtype, fast_accum, gemm)
+    return _multiply(a, b, decode_a, decode_b, casts, out_dtype, fast_accum, gemm)
 
 
 # --- the linear layer ------------------------------------------------------------------------------------------------
@@ -166,7 +194,8 @@ class _ScaledLinear(torch.autograd.Function):
             weight, w_casts.straight, w_casts.transposed if need_grad_input else None, weight_slot, casts.stored
         )
         # Hopper's fast accumulation is for the forward GEMM alone, as in torchao and Transformer Engine.
-        y = scaled_mm(xq, wq, x_decode, w_decode, _both(x_casts.straight, w_casts.straight), out_dtype, True)
+        pair = _both(x_casts.straight, w_casts.straight)
+        y = scaled_mm(xq, wq, x_decode, w_decode, pair, out_dtype, True, casts.gemm)
         if need_grad_weight and x_casts.transposed is None:
             xt = x.to(out_dtype)
         ctx.save_for_backward(xt, xt_decode, wt, wt_decode)
@@ -195,13 +224,13 @@ class _ScaledLinear(torch.autograd.Function):
         grad_input = grad_weight = None
         if need_grad_input:
             pair = _both(g_casts.straight, casts.weight.transposed)
-            grad_input = scaled_mm(gq, wt, g_decode, wt_decode, pair, compute_dtype)
+            grad_input = scaled_mm(gq, wt, g_decode, wt_decode, pair, compute_dtype, gemm=casts.gemm)
             grad_input = grad_input.narrow(0, 0, rows).to(input_dtype)
         if need_grad_weight and g_casts.transposed is None:
             grad_weight = (grad_output.to(compute_dtype).t() @ xt).to(weight_dtype)
         elif need_grad_weight:
             pair = _both(g_casts.transposed, casts.input.transposed)
-            grad_weight = scaled_mm(gt, xt, gt_decode, xt_decode, pair, weight_dtype)
+            grad_weight = scaled_mm(gt, xt, gt_decode, xt_decode, pair, weight_dtype, gemm=casts.gemm)
         return grad_input, grad_weight, None, None, None, None
 
 
@@ -231,3 +260,92 @@ def scaled_linear(
         ``[tokens, out_features]`` in ``out_dtype``. The gradients have the dtypes of ``x`` and ``weight``.
     """
     return _ScaledLinear.apply(x, weight, slots, casts, out_dtype or x.dtype, torch.is_grad_enabled())
+
+
+# --- layers in high precision, watched ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lightning_fp8::record_amax", mutates_args={"slot"})
+def _record_amax_op(x: Tensor, slot: Tensor) -> None:
+    _record_amax(x, slot)
+
+
+@_record_amax_op.register_fake
+def _(x: Tensor, slot: Tensor) -> None:
+    return None
+
+
+def record_amax(x: Tensor, slot: Tensor) -> None:
+    """Let the amax of ``x`` join the window of ``slot``, as a cast of ``x`` would. NaN and Inf propagate.
+
+    Args:
+        x: any shape, fp32, bf16 or fp16; of a DTensor this rank's shard counts.
+        slot: the statistics of a layer and role, fp32 ``[4]``, changed in place.
+    """
+    x = x.detach()
+    if torch.compiler.is_compiling():
+        _record_amax_op(x, slot)
+    else:
+        _record_amax(x, slot)
+
+
+def _record_amax(x: Tensor, slot: Tensor) -> None:
+    if isinstance(x, DTensor):
+        x = x.to_local()
+    if x.is_nested:
+        x = x.values()
+    # One pass and no temporary, unlike x.abs().amax().
+    amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else slot.new_zeros(())
+    slot = slot.data
+    slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
+
+
+class _RecordGradient(torch.autograd.Function):
+    """The identity; notes the amax of the gradient that passes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slot: Tensor) -> Tensor:
+        ctx.slot = slot
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        record_amax(gradient, ctx.slot)
+        return gradient, None
+
+
+def record_gradient(y: Tensor, slot: Tensor) -> Tensor:
+    """Note the amax of the gradient of ``y`` in backward.
+
+    Args:
+        y: any shape.
+        slot: the statistics of a layer's grad_output, fp32 ``[4]``, changed in place.
+
+    Returns:
+        ``y``, or what stands for it in a compiled graph.
+    """
+    if not y.requires_grad:
+        return y
+    if torch.compiler.is_compiling():
+        return _RecordGradient.apply(y, slot)
+    # A hook, for eager code may change y in place, which the output of an autograd function forbids.
+    y.register_hook(lambda gradient: record_amax(gradient, slot))
+    return y
+
+
+def watched_linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: tuple[Tensor, ...]) -> Tensor:
+    """``F.linear`` in high precision that notes its amaxes like :func:`scaled_linear`; same values, same gradients.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or ``None``.
+        slots: the statistics of input, weight and grad_output, changed in place.
+
+    Returns:
+        ``[..., out_features]``.
+    """
+    record_amax(x, slots[0])
+    record_amax(weight, slots[1])
+    return record_gradient(F.linear(x, weight, bias), slots[2])

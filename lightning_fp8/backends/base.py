@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_fp8.convert import to_float8, to_linear
+from lightning_fp8.linear import Float8State
 from lightning_fp8.recipes import Recipe
+from lightning_fp8.scaling import ScalingState
+from lightning_fp8.selection import linear_layers
 from lightning_fp8.statistics import StatisticsTable
 
 
@@ -26,50 +31,69 @@ class Support(NamedTuple):
     reason: str
 
 
-class Runtime(ABC):
+class Runtime:
     """The converted layers of one model at work: their statistics, their step and their state.
 
-    Attributes:
-        table: the statistics of all converted layers.
+    Every backend keeps its scales and amaxes in the same :class:`~lightning_fp8.scaling.ScalingState`, so that monitors
+    read one table, scales move by one rule, and what a checkpoint holds is the same whichever library multiplies.
+
+    Args:
+        scaling: the layers' scales and statistics.
+        states: each layer's own state, in the order of the table.
+        forward_context: makes what surrounds forward and loss.
     """
 
-    table: StatisticsTable
+    def __init__(
+        self,
+        scaling: ScalingState,
+        states: Sequence[Float8State],
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.scaling = scaling
+        self.states = states
+        self.forward_context = forward_context
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Surrounds forward and loss."""
-        return nullcontext()
+    @property
+    def table(self) -> StatisticsTable:
+        """The statistics of all converted layers."""
+        return self.scaling.table
 
-    @abstractmethod
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         """A training step begins after a completed optimizer step: move the scales.
 
         Args:
             group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
         """
+        self.scaling.step(group)
 
-    @abstractmethod
     def discard(self, rejected: Tensor | bool = True) -> None:
         """Forget what the running step left in the scale state, if ``rejected`` (a bool tensor costs no host read)."""
+        self.scaling.discard(rejected)
 
-    @abstractmethod
     def set_enabled(self, names: list[str], enabled: bool) -> None:
         """Switch the layers called ``names`` to high precision, or back to FP8."""
+        for name in names:
+            self.states[self.table.names.index(name)].enabled = enabled
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors."""
+        return self.scaling.state_dict()
 
-    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the state of the same recipe; returns the names of layers it does not have.
 
         Raises:
             ValueError: the state belongs to another recipe.
         """
+        return self.scaling.load_state_dict(state)
 
 
 class Backend(ABC):
-    """A library that multiplies. Options are its constructor's arguments."""
+    """A library that multiplies. Options are its constructor's arguments.
+
+    A backend says what it can run (:meth:`support`) and makes each layer's state (:meth:`make_state`), whose class
+    names the layer's new class; the rest is common.
+    """
 
     name: ClassVar[str]
 
@@ -78,6 +102,19 @@ class Backend(ABC):
         """Whether ``recipe`` runs on ``device`` with what is installed."""
 
     @abstractmethod
+    def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
+        """The state of one layer, before it is converted.
+
+        Args:
+            scaling: the scales and statistics of all layers of this conversion.
+            index: the layer's row in the table.
+            layer: still an ``nn.Linear``.
+            autocast_only: FP8 under autocast only: where autocast is off, the layer runs in high precision.
+
+        Raises:
+            ValueError: the backend cannot run this layer.
+        """
+
     def convert(self, model: nn.Module, names: list[str], recipe: Recipe, autocast_only: bool) -> Runtime:
         """Convert the layers called ``names`` in place.
 
@@ -85,18 +122,38 @@ class Backend(ABC):
             model: holds the layers.
             names: qualified names, as :func:`lightning_fp8.selection.linear_layers` gives them.
             recipe: one that :meth:`support` does not refuse.
-            autocast_only: FP8 under autocast only: where autocast is off, layers run in high precision.
+            autocast_only: as in :meth:`make_state`.
         """
+        scaling = ScalingState(recipe, StatisticsTable(names, _device_of(model, names)))
+        states = to_float8(model, names, lambda index, layer: self.make_state(scaling, index, layer, autocast_only))
+        return Runtime(scaling, states)
 
-    @abstractmethod
     def revert(self, model: nn.Module) -> None:
-        """Turn every layer that this backend converted back into the ``nn.Linear`` it was."""
+        """Turn every layer that was converted back into the ``nn.Linear`` it was."""
+        to_linear(model)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((type(self), tuple(sorted(vars(self).items()))))
+        return hash((type(self), repr(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+
+def _device_of(model: nn.Module, names: list[str]) -> torch.device:
+    """Where the layers are; the CPU while they are on the meta device. The table follows them when they move.
+
+    Raises:
+        ValueError: the layers are on several devices.
+    """
+    layers = linear_layers(model)
+    devices = {layers[name].weight.device for name in names}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The layers to convert are on several devices ({', '.join(sorted(map(str, devices)))}): convert each "
+            "part by itself, before they are put on their devices."
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    return torch.device("cpu") if device.type == "meta" else device
