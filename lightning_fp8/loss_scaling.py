@@ -35,40 +35,39 @@ class LossScaler:
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] | None = None
         self._unscaled: set[int] = set()
+        self._stepped = False
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
-        self._unscaled.clear()
-        if self.loss_scale == "dynamic":
-            return self._dynamic(loss.device.type).scale(loss)
-        return loss * self.loss_scale
+        if self.loss_scale != "dynamic":
+            return loss * self.loss_scale
+        self._update()
+        return self._dynamic(loss.device.type).scale(loss)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the factor, in place.
-
-        Raises:
-            RuntimeError: they were unscaled already since the last backward.
-        """
+        """Divide the gradients of ``optimizer`` by the factor, in place; once, until it steps."""
+        if id(optimizer) in self._unscaled:
+            return
+        self._unscaled.add(id(optimizer))
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-            return
-        if id(optimizer) in self._unscaled:
-            raise RuntimeError("The gradients of this optimizer were already unscaled: run backward before each step.")
-        self._unscaled.add(id(optimizer))
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / float(self.loss_scale))
+        elif self.loss_scale != "dynamic":
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / float(self.loss_scale))
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step ``optimizer``, whose gradients are unscaled."""
+        """Step ``optimizer``, with its gradients unscaled."""
+        self.unscale_(optimizer)
+        self._unscaled.discard(id(optimizer))
         if self._scaler is None:
             return optimizer.step(**kwargs)
-        output = self._scaler.step(optimizer, **kwargs)
-        self._scaler.update()
-        return output
+        self._stepped = True
+        return self._scaler.step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The dynamic factor's state; empty for a constant."""
+        self._update()
         if self._scaler is not None:
             return self._scaler.state_dict()
         return self._loaded or {}
@@ -78,6 +77,15 @@ class LossScaler:
         self._loaded = state or None
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
+
+    def _update(self) -> None:
+        """Move the dynamic factor before the next backward, not after each step.
+
+        Several optimizers may step from one backward, and all their gradients carry the factor that it had then.
+        """
+        if self._scaler is not None and self._stepped and not self._unscaled:
+            self._scaler.update()
+            self._stepped = False
 
     def _dynamic(self, device_type: str) -> torch.amp.GradScaler:
         # Made at the first loss: only then is the device known.

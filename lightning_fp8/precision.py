@@ -52,6 +52,7 @@ class TrainerPrecision:
         self.precision = precision
         self._conversions: list[Conversion] = []
         self._device = torch.device("cpu")
+        self._manual_optimization = False
         self._rng_of_first_step: list[dict[str, Any]] | None = None
 
     def __repr__(self) -> str:
@@ -100,6 +101,7 @@ class TrainerPrecision:
             if cls.__name__ in _REFUSED_STRATEGIES:
                 raise ValueError(f"FP8Precision cannot run under {cls.__name__}: {_REFUSED_STRATEGIES[cls.__name__]}")
         self._device = trainer.strategy.root_device
+        self._manual_optimization = not trainer.lightning_module.automatic_optimization
         module = self.settings.policy.convert_module(module)
         self._conversions = self.settings.convert(module, self._device)
         log.info(self.summary())
@@ -174,6 +176,13 @@ class TrainerPrecision:
         for conversion in self._conversions:
             conversion.step_pending = True
         return result
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip the true gradients: in manual optimization users clip before the step has undone the loss scale."""
+        if self._manual_optimization and self.settings.loss_scaler is not None:
+            # What users hold is Lightning's wrapper of the optimizer that steps.
+            self.settings.loss_scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+        super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     # --- checkpoints
 
