@@ -262,7 +262,7 @@ def scaled_linear(
     return _ScaledLinear.apply(x, weight, slots, casts, out_dtype or x.dtype, torch.is_grad_enabled())
 
 
-# --- layers in high precision, watched ---------------------------------------------------------------------------------
+# --- layers in high precision, watched -------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("lightning_fp8::record_amax", mutates_args={"slot"})
@@ -306,7 +306,8 @@ class _RecordGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: Tensor) -> Tensor:
         ctx.slot = slot
-        return y.view_as(y)
+        # A view could not be changed in place afterwards. The compiler drops the copy.
+        return y.clone()
 
     @staticmethod
     @once_differentiable
@@ -329,7 +330,7 @@ def record_gradient(y: Tensor, slot: Tensor) -> Tensor:
         return y
     if torch.compiler.is_compiling():
         return _RecordGradient.apply(y, slot)
-    # A hook, for eager code may change y in place, which the output of an autograd function forbids.
+    # In eager code a copy would cost something; a hook stays with the value, also where y is changed in place.
     y.register_hook(lambda gradient: record_amax(gradient, slot))
     return y
 
