@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fp8.convert import to_float8, to_linear
+from lightning_fp8.kernels.capability import supports
 from lightning_fp8.linear import Float8State
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.selection import linear_layers
 from lightning_fp8.statistics import StatisticsTable
@@ -140,6 +141,17 @@ class Backend(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+
+def why_emulate(recipe: Recipe, device: torch.device) -> str | None:
+    """Why the tensor cores of ``device`` cannot run ``recipe`` through torch; ``None`` if they can."""
+    casts = [recipe.casts[role] for role in ROLES]
+    granularities = {use.granularity for pair in casts for use in (pair.straight, pair.transposed) if use}
+    for granularity in sorted(granularities):
+        native, reason = supports(granularity, device)
+        if not native:
+            return reason
+    return None
 
 
 def _device_of(model: nn.Module, names: list[str]) -> torch.device:

@@ -7,12 +7,11 @@ from typing import get_args
 import torch
 from torch import nn
 
-from lightning_fp8.backends.base import Backend, Support
+from lightning_fp8.backends.base import Backend, Support, why_emulate
 from lightning_fp8.kernels import fbgemm
-from lightning_fp8.kernels.capability import supports
 from lightning_fp8.linear import Float8State
 from lightning_fp8.ops import GemmLibrary
-from lightning_fp8.recipes import ROLES, Recipe
+from lightning_fp8.recipes import Recipe
 from lightning_fp8.scaling import ScalingState
 
 
@@ -40,12 +39,8 @@ class NativeBackend(Backend):
     def support(self, recipe: Recipe, device: torch.device) -> Support:
         if self.gemm == "fbgemm" and (against := fbgemm.why_not(recipe, device)):
             return Support("refused", against)
-        casts = [recipe.casts[role] for role in ROLES]
-        granularities = {use.granularity for pair in casts for use in (pair.straight, pair.transposed) if use}
-        for granularity in sorted(granularities):
-            native, reason = supports(granularity, device)
-            if not native:
-                return Support("emulated", reason)
+        if (reason := why_emulate(recipe, device)) is not None:
+            return Support("emulated", reason)
         return Support("native", f"FP8 tensor cores, GEMMs by {self.gemm}")
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:

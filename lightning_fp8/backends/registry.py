@@ -6,9 +6,10 @@ import torch
 
 from lightning_fp8.backends.base import Backend, Support
 from lightning_fp8.backends.native import NativeBackend
+from lightning_fp8.backends.torchao import TorchaoBackend
 from lightning_fp8.recipes import Recipe
 
-_CLASSES: dict[str, type[Backend]] = {cls.name: cls for cls in (NativeBackend,)}
+_CLASSES: dict[str, type[Backend]] = {cls.name: cls for cls in (NativeBackend, TorchaoBackend)}
 BACKEND_NAMES: tuple[str, ...] = ("auto", *_CLASSES)
 
 
