@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.formats import compute_e8m0_decode_scale, compute_scale, quantize
+from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, compute_scale, quantize
 from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
@@ -60,15 +60,23 @@ def cast(
         # .data: the statistics are no part of the autograd graph, whose version checks they would trip.
         slot = slot.data
         slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
-    padded = F.pad(x, (0, 0, 0, round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]))
+    padding = round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]
+    padded = F.pad(x, (0, 0, 0, padding)) if padding else x
     codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
+    if straight == transposed and straight is not None and straight.granularity == "tensorwise":
+        if slot is not None and stored:
+            slot[SCALE_TRANSPOSED].copy_(slot[SCALE])
+        return codes, decode, codes.view(torch.uint8).t().contiguous().view(codes.dtype), decode.clone()
     codes_t, decode_t = _cast_one(padded.t(), transposed, amax, slot, SCALE_TRANSPOSED if stored else None)
     return codes, decode, codes_t, decode_t
 
 
 def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude, fp32 scalar; NaN and Inf propagate; 0 for an empty tensor."""
-    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    smallest, largest = torch.aminmax(x)
+    return torch.maximum(smallest.abs(), largest.abs()).float()
 
 
 def _cast_one(
@@ -78,12 +86,17 @@ def _cast_one(
         return x.new_empty(0), x.new_empty(0)
     rows, columns = x.shape
     values = x.contiguous().float()
+    # Known without waiting on the CPU alone.
+    finite = x.device.type == "cpu" and bool(amax.isfinite())
     if cast.granularity == "tensorwise":
         scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
         if slot is not None and stored is not None:
             scale = _stored_scale(slot, stored, amax, scale)
         scale = scale.view(1, 1)
-        return quantize(values, scale, cast.format), 1 / scale
+        return quantize(values, scale, cast.format, finite), 1 / scale
+    if not x.numel():
+        # There is nothing to take an amax of. A row of no values has an amax of zero, and so scale 1.
+        return values.to(cast.format.dtype), values.new_ones(decode_scale_shape(rows, columns, cast))
     blocks = _as_blocks(values, cast)
     block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
     if cast.granularity == "1x32":
@@ -92,7 +105,7 @@ def _cast_one(
     else:
         scale = compute_scale(block_amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
         decode = 1 / scale
-    codes = quantize(blocks, scale, cast.format).view(rows, columns)
+    codes = quantize(blocks, scale, cast.format, finite).view(rows, columns)
     return codes, decode.view(decode_scale_shape(rows, columns, cast))
 
 
@@ -125,7 +138,7 @@ def dequantize_operand(codes: Tensor, decode_scale: Tensor) -> Tensor:
     spread = decode_scale.repeat_interleave(height, 0) if height > 1 and decode_scale.shape[0] > 1 else decode_scale
     if width > 1 and decode_scale.shape[1] > 1:
         spread = spread.repeat_interleave(width, 1)
-    return codes.float() * spread
+    return code_values(codes) * spread
 
 
 def scaled_mm(a: Tensor, b: Tensor, decode_a: Tensor, decode_b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -144,11 +157,13 @@ def scaled_mm(a: Tensor, b: Tensor, decode_a: Tensor, decode_b: Tensor, out_dtyp
     Returns:
         ``[m, n]``.
     """
+    if not a.numel():
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
     with torch.autocast(a.device.type, enabled=False):  # It would multiply in bf16.
         if decode_a.shape[1] != 1 or decode_b.shape[1] != 1:
             return (dequantize_operand(a, decode_a) @ dequantize_operand(b, decode_b).t()).to(out_dtype)
         if a.is_cuda:
             product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
         else:
-            product = a.float() @ b.float().t()
+            product = code_values(a) @ code_values(b).t()
         return (product * decode_a * decode_b.t()).to(out_dtype)

@@ -1,0 +1,50 @@
+"""Whole training steps, bf16 against every recipe, in one run.
+
+    python benchmarks/model.py --shape 8b --variants bf16 delayed delayed-eager rowwise --profile --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+from lightning_fp8.tuning.bench import build_step, kernel_names, measure
+from lightning_fp8.tuning.decoder import SHAPES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=["8b"], choices=list(SHAPES))
+    parser.add_argument("--variants", nargs="+", default=["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="sort the time of a step by kind of kernel")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of one step of the last variant")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    print(f"torch {torch.__version__}, {machine}", flush=True)
+    results = {}
+    for shape in args.shape:
+        print(f"{shape}: {SHAPES[shape]}", flush=True)
+        rows = measure(SHAPES[shape], args.variants, rounds=args.rounds, profile=args.profile, report=_say)
+        results[shape] = [row.to_dict() for row in rows]
+        if args.kernels:
+            step = build_step(SHAPES[shape], args.variants[-1], torch.device("cuda"))
+            for _ in range(3):
+                step()
+            for name, calls, milliseconds in kernel_names(step)[:25]:
+                _say(f"    {milliseconds:8.3f} ms x{calls:4d} {name[:100]}")
+    if args.out:
+        args.out.write_text(json.dumps({"torch": torch.__version__, "machine": machine, "results": results}, indent=1))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is fast here: measured, tabulated, and chosen from."""

@@ -1,0 +1,218 @@
+"""Whole training steps of a decoder under bf16, every recipe and every backend, side by side in one run.
+
+Ratios are taken within one run, against bf16 compiled per block, because machines are noisy. Every variant starts from
+the same weights and sees the same data; the losses of its first steps are shown beside bf16's.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lightning_fp8.backends import get_backend
+from lightning_fp8.model import convert_model, conversions
+from lightning_fp8.selection import LayerSelection
+from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
+
+#: Losses noted before timing.
+FIRST_STEPS = 6
+
+
+@dataclass
+class Measurement:
+    """One variant's figures.
+
+    Attributes:
+        variant: its name.
+        milliseconds: a step's median.
+        fastest, slowest: a step's extremes.
+        peak_gib: most memory allocated at any time.
+        losses: of the first steps.
+        speedup: over bf16 compiled, in the same run.
+        kernels: milliseconds a step by kind of kernel, where profiled.
+        error: why it could not run.
+    """
+
+    variant: str
+    milliseconds: float = 0.0
+    fastest: float = 0.0
+    slowest: float = 0.0
+    peak_gib: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    speedup: float = 0.0
+    kernels: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def measure(
+    shape: DecoderShape,
+    variants: Iterable[str],
+    *,
+    rounds: int = 7,
+    profile: bool = False,
+    report: Callable[[str], None] = print,
+) -> list[Measurement]:
+    """Measure ``variants`` one after the other.
+
+    Args:
+        shape: the decoder.
+        variants: names: ``bf16``, or ``[backend:]recipe``, each with ``-eager`` to leave ``torch.compile`` out, or
+            ``-graphs`` for CUDA graphs.
+        rounds: timed rounds of three steps.
+        profile: also sort the time of a step by kind of kernel.
+        report: takes a line as each variant is done.
+    """
+    results: list[Measurement] = []
+    for variant in variants:
+        torch._dynamo.reset()
+        gc.collect()
+        try:
+            result = _measure_one(shape, variant, rounds, profile)
+        except Exception as error:  # A variant that cannot run is a row of the table, not the end of it.
+            result = Measurement(variant, error=f"{type(error).__name__}: {str(error)[:300]}")
+        base = next((r for r in [*results, result] if r.variant == "bf16" and not r.error), None)
+        if base is not None and not result.error:
+            result.speedup = base.milliseconds / result.milliseconds
+        results.append(result)
+        report(format_row(result))
+    return results
+
+
+def format_row(result: Measurement) -> str:
+    """One line of the table."""
+    if result.error:
+        return f"{result.variant:<34} {result.error}"
+    losses = " ".join(f"{loss:.3f}" for loss in result.losses)
+    line = (
+        f"{result.variant:<34} {result.milliseconds:8.2f} ms [{result.fastest:.2f}, {result.slowest:.2f}]  "
+        f"x{result.speedup:.3f}  {result.peak_gib:6.2f} GiB  loss {losses}"
+    )
+    if result.kernels:
+        line += "\n    " + "  ".join(f"{kind} {ms:.2f}" for kind, ms in result.kernels.items())
+    return line
+
+
+def _measure_one(shape: DecoderShape, variant: str, rounds: int, profile: bool) -> Measurement:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step = build_step(shape, variant, device)
+    losses = [float(step()) for _ in range(FIRST_STEPS)]
+    times = [_time(step, 3, device) for _ in range(rounds)]
+    return Measurement(
+        variant,
+        milliseconds=statistics.median(times),
+        fastest=min(times),
+        slowest=max(times),
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        losses=losses,
+        kernels=_profile(step) if profile and device.type == "cuda" else {},
+    )
+
+
+def build_step(shape: DecoderShape, variant: str, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that runs one training step (forward, backward, fused AdamW, scales) and returns the loss."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(shape).to(torch.bfloat16)
+    name, _, mode = variant.partition("-")
+    backend, _, recipe = name.rpartition(":")
+    if recipe != "bf16":
+        convert_model(model, recipe, backend=get_backend(backend or "native"), layers=LayerSelection())
+    if mode != "eager":
+        compile_blocks(model, "reduce-overhead" if mode == "graphs" else None)
+    inputs, targets = random_tokens(shape, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    active = conversions(model)
+
+    def step() -> torch.Tensor:
+        for conversion in active:
+            conversion.step()
+        if mode == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
+        with active[0].runtime.forward_context() if active else torch.enable_grad():
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for conversion in active:
+            conversion.step_pending = True
+        return loss.detach()
+
+    return step
+
+
+def compile_blocks(model: Decoder, mode: str | None = None) -> None:
+    """Compile each block in place; equal blocks share one graph."""
+    for block in model.blocks:
+        block.compile(mode=mode, fullgraph=True)
+
+
+def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) -> float:
+    """Milliseconds a step."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - start) / count * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+#: Kinds of kernels by parts of their names, the first that fits.
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("attention", ("flash", "fmha", "sdpa", "cudnn_generated")),
+    ("optimizer", ("multi_tensor", "adam")),
+    ("cast", ("_cast", "_amax", "_quantize", "_scale")),
+    ("gemm", ("gemm", "nvjet", "cutlass", "qqtst", "xmma", "gemv")),
+    ("reduction", ("_red_", "_per_", "reduce")),
+    ("copy", ("memcpy", "memset", "copy")),
+    ("pointwise", ("",)),
+)
+
+
+def _profile(step: Callable[[], torch.Tensor], count: int = 3) -> dict[str, float]:
+    """Milliseconds a step by kind of kernel, and the slowest kernels by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = {}
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        kind = next(kind for kind, parts in _KINDS if any(part in name for part in parts))
+        kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total / 1e3 / count
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def kernel_names(step: Callable[[], torch.Tensor]) -> list[tuple[str, int, float]]:
+    """The kernels of one step: name, calls and milliseconds, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [(event.key, event.count, event.self_device_time_total / 1e3) for event in events]
+
+
