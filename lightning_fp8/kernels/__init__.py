@@ -1,1 +1,58 @@
 """Casts and GEMMs on tensors: fast kernels where the device has them, the reference elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.kernels import gemm, reference
+from lightning_fp8.kernels.capability import has_fast_casts
+from lightning_fp8.kernels.layout import empty_decode_scale
+from lightning_fp8.recipes import Cast
+
+
+def cast(
+    x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor | None, stored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast a matrix for its two GEMMs, and note its amax: see :func:`lightning_fp8.kernels.reference.cast`.
+
+    Decode scales are laid out as :func:`~lightning_fp8.kernels.layout.empty_decode_scale` says.
+    """
+    if has_fast_casts(x.device) and x.numel() and (straight is not None or transposed is not None):
+        # Triton is optional, and slow to import.
+        from lightning_fp8.kernels import triton_cast
+
+        return triton_cast.cast(x, straight, transposed, slot, stored)
+    return reference.cast(x, straight, transposed, slot, stored)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    decode_a: Tensor,
+    decode_b: Tensor,
+    casts: tuple[Cast, Cast],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``a @ b^T`` of two quantised operands, on FP8 tensor cores where the device has them for such scales.
+
+    Args:
+        a: FP8 ``[m, k]``.
+        b: FP8 ``[n, k]``.
+        decode_a: fp32 decode scales of ``a``.
+        decode_b: fp32 decode scales of ``b``.
+        casts: how ``a`` and ``b`` were cast.
+        out_dtype: fp32, bf16 or fp16.
+        fast_accum: accumulate with fewer bits where the tensor cores can (Hopper); block scales ignore it.
+
+    Returns:
+        ``[m, n]`` in ``out_dtype``.
+    """
+    mode = gemm.native_mode(a, casts)
+    if mode is None:
+        return reference.scaled_mm(a, b, decode_a, decode_b, out_dtype)
+    return gemm.scaled_mm(a, b, decode_a, decode_b, mode, out_dtype, fast_accum)
+
+
+__all__ = ["cast", "empty_decode_scale", "scaled_mm"]

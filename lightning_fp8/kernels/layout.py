@@ -1,0 +1,22 @@
+"""Where decode scales lie in memory: as cuBLASLt reads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.kernels.reference import decode_scale_shape
+from lightning_fp8.recipes import Cast
+
+
+def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Tensor:
+    """Uninitialised fp32 decode scales for an operand of ``rows x columns`` codes, on the device of ``like``.
+
+    The shape is that of :func:`~lightning_fp8.kernels.reference.decode_scale_shape`. Scales of 1x128 blocks have
+    strides ``(1, rows)``, the only ones that ``torch.nn.functional.scaled_mm`` takes; all others are contiguous. Each
+    tensor is an allocation of its own, and so aligned to 16 bytes and more.
+    """
+    shape = decode_scale_shape(rows, columns, cast)
+    if cast.granularity == "1x128":
+        return like.new_empty_strided(shape, (1, rows), dtype=torch.float32)
+    return like.new_empty(shape, dtype=torch.float32)

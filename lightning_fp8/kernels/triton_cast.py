@@ -1,0 +1,237 @@
+"""Casts by Triton kernels: outputs, grids and tiles. Same results as :func:`lightning_fp8.kernels.reference.cast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_fp8.kernels import triton_block, triton_scalar
+from lightning_fp8.kernels.layout import empty_decode_scale
+from lightning_fp8.kernels.reference import round_up, row_multiple
+from lightning_fp8.recipes import Cast
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work of a kernel is cut; ``benchmarks/kernels.py --sweep`` compares the choices.
+
+    Attributes:
+        rows: rows of a tile, a power of two, at least 64.
+        columns: columns of a tile, a power of two.
+        warps: warps a program.
+        group: rows of tiles that programs walk through together; 1 goes along the rows of the matrix.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    group: int = 1
+
+
+#: Casts with one scale for the tensor or one for each row: one or both operands.
+CAST_TILE = Tile(128, 64, 4)
+#: The amaxes of rows and columns.
+VECTOR_AMAX_TILE = Tile(128, 128, 8)
+#: The amax of the tensor, a tile a turn.
+AMAX_TILE = Tile(32, 256, 8)
+#: Blocks of 128: the tile is the block.
+BLOCK_TILE = Tile(128, 128, 8)
+#: Blocks of 32.
+MX_TILE = Tile(64, 64, 4)
+#: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
+AMAX_PROGRAMS = 1024
+#: The longest row that one program holds in registers, and the values it holds at least.
+MAX_ROW, MIN_ROW_TILE = 32768, 4096
+
+_SCALAR_MODES = {None: 0, "tensorwise": triton_scalar.TENSOR, "rowwise": triton_scalar.ROWS}
+_BLOCK_MODES = {None: 0, "1x128": triton_block.VECTOR, "128x128": triton_block.SQUARE}
+
+
+def cast(x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor | None, stored: bool) -> Operands:
+    """As :func:`lightning_fp8.kernels.reference.cast`, for a CUDA matrix with at least one row and one cast.
+
+    Rows may lie apart; a matrix whose rows are not contiguous themselves is copied.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    padded = round_up(x.shape[0], row_multiple(straight, transposed))
+    if not (stored and slot is not None):
+        stored = False
+    launch = _launcher(straight or transposed, stored)
+    if straight and transposed and _launcher(transposed, stored) is not launch:
+        # No recipe mixes such granularities: a pass for each direction does.
+        codes, decode, _, _ = launch(x, padded, straight, None, slot)
+        _, _, codes_t, decode_t = _launcher(transposed, stored)(x, padded, None, transposed, slot)
+        return codes, decode, codes_t, decode_t
+    return launch(x, padded, straight, transposed, slot)
+
+
+def _launcher(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
+    """The function that casts with this granularity."""
+    granularity = cast.granularity if cast else None
+    if granularity == "tensorwise" and stored:
+        return cast_stored
+    if granularity in _SCALAR_MODES:
+        return cast_from_data
+    return cast_blocks_128 if granularity in _BLOCK_MODES else cast_blocks_32
+
+
+def cast_stored(
+    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor, tile: Tile = CAST_TILE
+) -> Operands:
+    """Tensorwise with the slot's scales, in one pass."""
+    rows, columns = x.shape
+    out = _empty_operands(x, padded, straight, transposed)
+    triton_scalar.cast_stored[_grid(padded, columns, tile)](
+        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded, tile.group,
+        straight is not None, _rule(straight), transposed is not None, _rule(transposed),
+        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def cast_from_data(
+    x: Tensor,
+    padded: int,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor | None,
+    tile: Tile = CAST_TILE,
+) -> Operands:
+    """Tensorwise and rowwise with scales from the data: a pass for the amaxes, then one for the codes."""
+    rows, columns = x.shape
+    modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
+    if straight and transposed is None and modes[0] == triton_scalar.ROWS and columns <= MAX_ROW:
+        return _cast_rows(x, padded, straight, slot)
+    if triton_scalar.ROWS in modes:
+        amaxes, count = vector_amaxes(x, padded, modes, slot), 1
+        slot = None
+    else:
+        amaxes = amax_partials(x)
+        count = amaxes.shape[0]
+    out = _empty_operands(x, padded, straight, transposed)
+    triton_scalar.cast_from_amaxes[_grid(padded, columns, tile)](
+        x, *_pointers(out, straight, transposed), slot, amaxes, count, rows, columns, x.stride(0), padded, tile.group,
+        modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, 1 if count == 1 else AMAX_PROGRAMS,
+        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRAMS) -> Tensor:
+    """Largest magnitudes that together cover ``x``: at most ``programs`` of them, the bits of fp32 as int32."""
+    rows, columns = x.shape
+    stride = x.stride(0)
+    if stride == columns and x.numel() % tile.columns == 0:
+        rows, columns, stride = x.numel() // tile.columns, tile.columns, tile.columns
+    programs = min(programs, _grid(rows, columns, tile)[0])
+    partials = x.new_empty(programs, dtype=torch.int32)
+    triton_scalar.amax_partials[(programs,)](
+        x, partials, rows, columns, stride, tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps
+    )
+    return partials
+
+
+def vector_amaxes(
+    x: Tensor, padded: int, modes: tuple[int, int], slot: Tensor | None, tile: Tile = VECTOR_AMAX_TILE
+) -> Tensor:
+    """The amaxes of rows and columns, as ``triton_scalar.amax_rows_and_columns`` lays them out; notes the tensor's."""
+    rows, columns = x.shape
+    scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
+    triton_scalar.amax_rows_and_columns[_grid(rows, columns, tile)](
+        x, scratch, slot, rows, columns, x.stride(0), padded, tile.group,
+        modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
+        slot is not None, tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+    )  # fmt: skip
+    return scratch
+
+
+def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None) -> Operands:
+    """Rowwise, the straight operand alone: rows stay in registers between their amax and their codes."""
+    rows, columns = x.shape
+    out = _empty_operands(x, padded, straight, None)
+    width = triton.next_power_of_2(columns)
+    height = max(1, MIN_ROW_TILE // width)
+    triton_scalar.cast_rows[(triton.cdiv(padded, height),)](
+        x, out[0], out[1], slot, rows, columns, x.stride(0), padded, _rule(straight), slot is not None, height, width,
+        num_warps=max(4, width // 2048),
+    )  # fmt: skip
+    return out
+
+
+def cast_blocks_128(
+    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor | None
+) -> Operands:
+    """1x128 and 128x128, in one pass."""
+    rows, columns = x.shape
+    out = _empty_operands(x, padded, straight, transposed)
+    triton_block.cast_blocks_128[_grid(padded, columns, BLOCK_TILE)](
+        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
+        _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
+        _rule(transposed), slot is not None, rows == padded, num_warps=BLOCK_TILE.warps,
+    )  # fmt: skip
+    return out
+
+
+def cast_blocks_32(
+    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor | None
+) -> Operands:
+    """1x32, in one pass."""
+    rows, columns = x.shape
+    tile = MX_TILE
+    out = _empty_operands(x, padded, straight, transposed)
+    triton_block.cast_blocks_32[_grid(padded, columns, tile)](
+        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
+        straight is not None, _rule(straight)[0], transposed is not None, _rule(transposed)[0], slot is not None,
+        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def _granularity(cast: Cast | None) -> str | None:
+    return None if cast is None else cast.granularity
+
+
+def _rule(cast: Cast | None) -> tuple[float, float, float, bool]:
+    """``RULE`` of ``triton_common.compute_scale``."""
+    if cast is None:
+        return 1.0, 1.0, 1.0, False
+    return cast.format.max, 2.0**-cast.margin, cast.max_scale, cast.power_of_two
+
+
+def _grid(rows: int, columns: int, tile: Tile) -> tuple[int]:
+    return (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+
+
+def _even(rows: int, columns: int, tile: Tile) -> bool:
+    """Whether every tile lies inside the matrix; it then has no padding either."""
+    return rows % tile.rows == 0 and columns % tile.columns == 0
+
+
+def _empty_operands(x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None) -> Operands:
+    columns = x.shape[1]
+    return (*_empty_operand(x, padded, columns, straight), *_empty_operand(x, columns, padded, transposed))
+
+
+def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tuple[Tensor, Tensor]:
+    if cast is None:
+        return x.new_empty(0), x.new_empty(0)
+    return x.new_empty((rows, columns), dtype=cast.format.dtype), empty_decode_scale(x, rows, columns, cast)
+
+
+def _pointers(out: Operands, straight: Cast | None, transposed: Cast | None) -> tuple[Any, Any, Any, Any]:
+    """The outputs in the order the kernels take them; ``None`` for those left out."""
+    codes, decode, codes_t, decode_t = out
+    return (
+        None if straight is None else codes,
+        None if transposed is None else codes_t,
+        None if straight is None else decode,
+        None if transposed is None else decode_t,
+    )

@@ -1,0 +1,220 @@
+"""Device functions that all casts share.
+
+A program works on a tile of ``ROWS x COLUMNS`` values, held as four matrices: rows 0, 4, 8, ... of the tile, rows 1, 5,
+9, ..., and so on. Four codes of one column that lie below each other then meet in one lane, where they are packed into
+one 32-bit word; the transpose moves words instead of bytes, a quarter of the accesses to shared memory.
+
+Amaxes travel as the bits of non-negative fp32 numbers: as integers these are ordered like the numbers, Inf lies above
+all finite ones and NaN above Inf, so that an integer maximum propagates both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_SCALE = tl.constexpr(2.0**126)
+MIN_SCALE = tl.constexpr(2.0**-126)
+EXPONENT_BITS = tl.constexpr(0x7F800000)
+INF = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+
+
+@triton.jit
+def bits_of(value):
+    """The bits of fp32 as int32."""
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """fp32 from its bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(pointer):
+    """A pointer to fp32 as a pointer to its bits."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def larger(a, b):
+    """Elementwise maximum that propagates NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitude(values):
+    """Absolute values in fp32."""
+    return tl.abs(values.to(tl.float32))
+
+
+@triton.jit
+def magnitudes(a, b, c, d):
+    """The largest magnitude among four matrices, elementwise; NaN propagates."""
+    return larger(larger(magnitude(a), magnitude(b)), larger(magnitude(c), magnitude(d)))
+
+
+@triton.jit
+def amax_bits(magnitudes):
+    """Bits of the largest of a matrix of magnitudes."""
+    return tl.max(tl.max(bits_of(magnitudes), axis=1), axis=0)
+
+
+@triton.jit
+def round_down_to_power_of_two(value):
+    """Clear the mantissa of positive normal fp32 values."""
+    return float_of(bits_of(value) & EXPONENT_BITS)
+
+
+@triton.jit
+def compute_scale_of(amax, maximum, HEADROOM: tl.constexpr, LIMIT: tl.constexpr = MAX_SCALE):
+    """``formats.compute_scale`` but for its rounding; ``HEADROOM`` is ``2**-margin``, ``LIMIT`` is ``max_scale``."""
+    scale = tl.div_rn(maximum, amax)
+    if HEADROOM != 1.0:
+        scale = scale * HEADROOM
+    scale = tl.minimum(tl.maximum(scale, MIN_SCALE), LIMIT)
+    return tl.where((amax > 0.0) & (amax < INF), scale, 1.0)
+
+
+@triton.jit
+def compute_scale(amax, RULE: tl.constexpr):
+    """``formats.compute_scale``; ``RULE`` is ``(format's maximum, 2**-margin, max_scale, power_of_two)``."""
+    scale = compute_scale_of(amax, RULE[0], RULE[1], RULE[2])
+    if RULE[3]:
+        # 1, for an amax that tells nothing, is a power of two.
+        scale = round_down_to_power_of_two(scale)
+    return scale
+
+
+@triton.jit
+def compute_e8m0_decode_scale(amax, FMAX: tl.constexpr):
+    """``formats.compute_e8m0_decode_scale``: a power of two, rounded up."""
+    ratio = tl.div_rn(amax, FMAX)
+    ratio = tl.minimum(tl.maximum(ratio, MIN_SCALE), MAX_SCALE)
+    floor = round_down_to_power_of_two(ratio)
+    return tl.where(amax < INF, tl.where(floor < ratio, floor * 2.0, floor), NAN)
+
+
+@triton.jit
+def reciprocal(scale):
+    """``1 / scale``, correctly rounded."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def encode(values, scale, FP8: tl.constexpr):
+    """Codes of ``values * scale``: finite values saturate, any other becomes NaN.
+
+    The conversion saturates, which would make a finite number of an Inf. ``values * 0`` is NaN exactly where ``values``
+    is not finite, and elsewhere adds nothing; it costs one multiply-add where a comparison and a selection cost more.
+    """
+    values = values.to(tl.float32)
+    return (values * scale + values * 0.0).to(FP8)
+
+
+@triton.jit
+def tile_position(row_tiles, column_tiles, group):
+    """This program's tile. Programs walk through ``group`` rows of tiles at a time, down each column of the group."""
+    program = tl.program_id(0)
+    width = group * column_tiles
+    first = program // width * group
+    height = tl.minimum(row_tiles - first, group)
+    within = program % width
+    return first + within % height, within // height
+
+
+@triton.jit
+def _load_rows(
+    x, stride, row, column, rows, columns, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    r = row + 4 * tl.arange(0, R) + J
+    c = column + tl.arange(0, C)
+    pointers = x + (r.to(tl.int64) * stride)[:, None] + c[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """The tile at ``row``, ``column``: four matrices ``[R / 4, C]`` in the dtype of ``x``, zero outside of it.
+
+    ``EVEN``: the tile lies inside.
+    """
+    a = _load_rows(x, stride, row, column, rows, columns, 0, R // 4, C, EVEN)
+    b = _load_rows(x, stride, row, column, rows, columns, 1, R // 4, C, EVEN)
+    c = _load_rows(x, stride, row, column, rows, columns, 2, R // 4, C, EVEN)
+    d = _load_rows(x, stride, row, column, rows, columns, 3, R // 4, C, EVEN)
+    return a, b, c, d
+
+
+@triton.jit
+def _cast_rows(
+    codes, codes_t, values, scale, scale_t, row, column, rows, columns,
+    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Writes the straight codes of every fourth row; returns the transposed ones, each at its place in its word."""
+    if STRAIGHT:
+        r = row + 4 * tl.arange(0, R) + J
+        c = column + tl.arange(0, C)
+        pointers = codes + (r.to(tl.int64) * columns)[:, None] + c[None, :]
+        encoded = encode(values, scale, codes.dtype.element_ty)
+        if EVEN:
+            tl.store(pointers, encoded)
+        else:
+            tl.store(pointers, encoded, mask=(r < rows)[:, None] & (c < columns)[None, :])
+    if TRANSPOSED:
+        word = encode(values, scale_t, codes_t.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.uint32)
+        return word << (8 * J)
+    else:
+        return tl.zeros((R, C), tl.uint32)
+
+
+@triton.jit
+def _store_words(
+    codes, words, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Words of four codes into ``[columns, rows]``; ``rows`` is a multiple of 4."""
+    r = row // 4 + tl.arange(0, R)
+    c = column + tl.arange(0, C)
+    lead = rows // 4
+    pointers = codes.to(tl.pointer_type(tl.uint32), bitcast=True) + (c.to(tl.int64) * lead)[:, None] + r[None, :]
+    if EVEN:
+        tl.store(pointers, tl.trans(words))
+    else:
+        tl.store(pointers, tl.trans(words), mask=(c < columns)[:, None] & (r < lead)[None, :])
+
+
+@triton.jit
+def cast_tile(
+    codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, rows, columns,
+    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile into ``[rows, columns]`` and ``[columns, rows]``; scales broadcast against the matrices.
+
+    One matrix after the other, so that few values are live at once. Returns the tile's ``magnitudes``.
+    """
+    Q: tl.constexpr = R // 4
+    largest = magnitude(a)
+    words = _cast_rows(
+        codes, codes_t, a, scale_a, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 0, Q, C, EVEN
+    )
+    largest = larger(largest, magnitude(b))
+    words |= _cast_rows(
+        codes, codes_t, b, scale_b, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 1, Q, C, EVEN
+    )
+    largest = larger(largest, magnitude(c))
+    words |= _cast_rows(
+        codes, codes_t, c, scale_c, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 2, Q, C, EVEN
+    )
+    largest = larger(largest, magnitude(d))
+    words |= _cast_rows(
+        codes, codes_t, d, scale_d, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 3, Q, C, EVEN
+    )
+    if TRANSPOSED:
+        _store_words(codes_t, words, row, column, rows, columns, Q, C, EVEN)
+    return largest

@@ -1,0 +1,83 @@
+"""What the fast casts are held to: the codes, decode scales and statistics of the reference, on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.kernels import reference, triton_cast
+from lightning_fp8.recipes import Cast
+
+UNSET = (-1.0, 0.0, 0.0, -1.0)
+#: Settings of tensorwise and rowwise casts, straight and transposed.
+SETTINGS = {
+    "plain": ((E4M3, {}), (E4M3, {})),
+    "hybrid": ((E4M3, {"margin": 0.263}), (E5M2, {"power_of_two": True, "max_scale": 100.0})),
+    "e5m2": ((E5M2, {}), (E5M2, {"margin": 1.0})),
+    "straight": ((E4M3, {}), None),
+    "transposed": (None, (E5M2, {})),
+}
+
+
+def casts(setting: str, straight: str, transposed: str) -> tuple[Cast | None, Cast | None]:
+    """The two casts of a setting with these granularities."""
+    pair = zip(SETTINGS[setting], (straight, transposed), strict=True)
+    first, second = (use and Cast(use[0], granularity, **use[1]) for use, granularity in pair)
+    return first, second
+
+
+def every_16_bit_value(dtype: torch.dtype) -> Tensor:
+    """All values of bf16 or fp16: ties, subnormals, both zeros, Inf and NaN among them. ``[256, 256]``."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+
+
+def mixed_values(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Rows and columns of very different size, one of each zero."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.randn(rows, 1, generator=generator).mul(2).exp() * torch.randn(columns, generator=generator).exp()
+    x[rows // 2] = 0
+    x[:, columns // 2] = 0
+    return x.to(dtype)
+
+
+def check_cast(
+    x: Tensor,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: tuple[float, ...] | None = None,
+    stored: bool = False,
+    codes_tolerance: float = 0.0,
+) -> None:
+    """The Triton cast of ``x`` against the reference's of the same values.
+
+    ``codes_tolerance``: relative, for the interpreter, whose conversions round wrongly and know no NaN.
+    """
+    slots = [None if slot is None else torch.tensor(slot, device=device) for device in (x.device, "cpu")]
+    got = triton_cast.cast(x, straight, transposed, slots[0], stored)
+    want = reference.cast(x.cpu(), straight, transposed, slots[1], stored)
+    what = f"{tuple(x.shape)} {x.dtype} {straight} {transposed} {slot} stored={stored}"
+    for name, g, w in zip(("codes", "decode", "codes_t", "decode_t"), got, want, strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype, f"{what}: {name} {g.shape} {g.dtype}"
+        if w.dtype.itemsize > 1:
+            assert_same(g, w, f"{what}: {name}")
+        elif codes_tolerance:
+            g, w = g.float().cpu(), w.float()
+            far = (g - w).abs() > codes_tolerance * w.abs() + 2.0**-9
+            assert not far.any(), f"{what}: {name} {g[far][:4]} {w[far][:4]} at {far.nonzero()[:4].tolist()}"
+        else:
+            differ = g.view(torch.uint8).cpu() != w.view(torch.uint8)
+            assert not differ.any(), (
+                f"{what}: {int(differ.sum())} {name}, {g.cpu()[differ][:4]} for {w[differ][:4]} "
+                f"at {differ.nonzero()[:4].tolist()}"
+            )
+    if slot is not None:
+        assert_same(slots[0], slots[1], f"{what}: slot")
+
+
+def assert_same(got: Tensor, want: Tensor, what: str) -> None:
+    """Equal bits, any NaN for any NaN."""
+    got, want = got.cpu(), want.cpu()
+    same = (got == want) | (got.isnan() & want.isnan())
+    assert same.all(), f"{what}: {got[~same][:4]} for {want[~same][:4]} at {(~same).nonzero()[:4].tolist()}"

@@ -1,0 +1,70 @@
+"""Run as ``TRITON_INTERPRET=1 python -m tests.kernels.interpreted PART`` by ``test_interpreted.py``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from lightning_fp8.kernels.scale_update import step_scales
+from lightning_fp8.recipes import Cast
+from tests.kernels.agreement import E4M3, E5M2, UNSET, casts, check_cast, mixed_values
+from tests.kernels.updates import RECIPES, check_update
+
+#: The interpreter's conversions to FP8 are off by up to a factor of two.
+TOLERANCE = 0.51
+
+
+def tensorwise() -> int:
+    strided = mixed_values(20, 96)[:, :48]
+    inf = mixed_values(16, 32)
+    inf[3, 4] = torch.inf
+    slots = [None, UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0), (-1.0, 2.0, 0.0, 7.0)]
+    checks = [(strided, setting, slot, True) for setting in ("hybrid", "straight", "transposed") for slot in slots]
+    checks += [(strided, setting, slot, False) for setting in ("hybrid", "transposed") for slot in slots[:3:2]]
+    checks += [(mixed_values(140, 80), "hybrid", UNSET, stored) for stored in (True, False)]
+    checks += [(x, "hybrid", UNSET, True) for x in (inf, torch.zeros(16, 16), torch.ones(1, 16).half())]
+    for x, setting, slot, stored in checks:
+        check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, stored, TOLERANCE)
+    return len(checks)
+
+
+def rowwise() -> int:
+    strided = mixed_values(20, 96)[:, :48]
+    kinds = [("rowwise", "rowwise"), ("rowwise", "tensorwise"), ("tensorwise", "rowwise")]
+    checks = [(strided, casts("hybrid", *kind), UNSET) for kind in kinds]
+    checks += [(strided, casts(setting, "rowwise", "rowwise"), UNSET) for setting in ("straight", "transposed")]
+    checks += [(mixed_values(140, 144), casts("hybrid", "rowwise", "rowwise"), None)]
+    checks += [(torch.ones(1, 16), casts("plain", "rowwise", "rowwise"), None)]
+    for x, pair, slot in checks:
+        check_cast(x, *pair, slot, codes_tolerance=TOLERANCE)
+    return len(checks)
+
+
+def blocks() -> int:
+    x = mixed_values(140, 128)
+    checks = []
+    for kinds in ((None, "1x128", "128x128"), (None, "1x32")):
+        for straight, transposed in itertools.product(kinds, repeat=2):
+            pair = straight and Cast(E4M3, straight), transposed and Cast(E5M2, transposed, True)
+            checks += [(x, pair)] if straight or transposed else []
+    checks += [(mixed_values(20, 96)[:, :32], (Cast(E4M3, "1x32"), Cast(E4M3, "1x32")))]
+    checks += [(mixed_values(20, 128), (Cast(E4M3, "1x128"), Cast(E4M3, "rowwise")))]
+    for values, pair in checks:
+        check_cast(values, *pair, UNSET, codes_tolerance=TOLERANCE)
+    return len(checks)
+
+
+def update() -> int:
+    for recipe in RECIPES:
+        check_update(step_scales, recipe, "cpu")
+    return len(RECIPES)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # numpy's, for divisions by zero
+    parts: dict[str, Callable[[], int]] = {f.__name__: f for f in (tensorwise, rowwise, blocks, update)}
+    print("checked", parts[sys.argv[1]]())
