@@ -24,7 +24,7 @@ from lightning_fp8.settings import FP8Settings
 
 log = logging.getLogger(__name__)
 
-#: Key of the FP8 state in a checkpoint. A plugin's own state would be filed under its class name, which subclasses lose.
+#: Key of the FP8 state in a checkpoint. A plugin's own state is filed under its class name, which subclasses lose.
 CHECKPOINT_KEY = "lightning_fp8"
 
 #: Strategies whose own engine steps the optimizer or shards the weights in a way that bypasses this plugin.

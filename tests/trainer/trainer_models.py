@@ -86,28 +86,23 @@ class StatefulLoader:
         self.data = dataset(samples)
         self.epoch = 0
         self.position = 0
-        self._resumed = False
 
     def __len__(self) -> int:
         return len(self.data) // BATCH
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._resumed:
-            self.position = 0
-        self._resumed = False
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch))
-        while self.position < len(self):
-            chosen = order[self.position * BATCH : (self.position + 1) * BATCH]
-            self.position += 1
-            yield [tensor[chosen] for tensor in self.data.tensors]
-        self.epoch += 1
+        for batch in range(self.position, len(self)):
+            # What a checkpoint holds while this batch is out: where to go on.
+            self.position = (batch + 1) % len(self)
+            self.epoch += self.position == 0
+            yield [tensor[order[batch * BATCH : (batch + 1) * BATCH]] for tensor in self.data.tensors]
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        self._resumed = True
 
 
 def plugin(recipe: Any = None, **kwargs: Any) -> FP8Precision:
