@@ -321,11 +321,11 @@ def stochastic_rounding_is_unbiased_and_repeats(rank: int, world: int) -> None:
 def mistakes_are_refused_before_anything_is_sent(rank: int, world: int) -> None:
     collectives = FP8Collectives()
     ones = torch.ones(4 * world)
-    with pytest.raises(ValueError, match="not torch.int64"):
+    with pytest.raises(ValueError, match="not torch"):
         collectives.all_reduce(torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="contiguous"):
         collectives.all_reduce(torch.ones(4, 4).T[:2])
-    with pytest.raises(ValueError, match="SUM and ReduceOp.AVG"):
+    with pytest.raises(ValueError, match="Only ReduceOp"):
         collectives.all_reduce(ones, dist.ReduceOp.MAX)
     with pytest.raises(ValueError, match="residual must be flat"):
         collectives.all_reduce(ones, residual=torch.ones(3))

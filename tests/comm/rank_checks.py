@@ -28,7 +28,9 @@ def run_checks(checks: Sequence[Check], world_size: int, timeout: float = 20.0) 
     A rank that raises leaves the others waiting in a collective; the group's timeout turns that into a failure too.
     After one, the group's state is unknown, so the checks that follow fail as "not run".
     """
-    context = mp.get_context("spawn")
+    # Forked from a server that has imported torch, once for all world sizes: importing takes longer than the checks.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_fp8.comm"])
     reports = context.Queue()
     port = free_port()
     processes = [
