@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_Slot = tuple[nn.Module, str]
+
 
 class MovedBuffers:
     """Copies of the buffers that forward moves, from before the step.
@@ -18,45 +20,61 @@ class MovedBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        owners = [owner for owner in module.modules() if owner._buffers]
-        self._slots = [(owner, name) for owner in owners for name in owner._buffers]
+        self._slots: list[_Slot] = [(owner, name) for owner in module.modules() for name in owner._buffers]
         self._moving = {slot for slot in self._slots if getattr(slot[0], "track_running_stats", False)}
-        self._seen: dict[tuple[nn.Module, str], tuple[int, int]] = {}
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._seen: dict[_Slot, tuple[int, int]] = {}
+        self._kept: dict[_Slot, Tensor] = {}
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copy them: the step is about to begin."""
         first = not self._seen
-        for slot in self._slots:
-            buffer = slot[0]._buffers.get(slot[1])
-            if buffer is None:
-                continue
-            state = (id(buffer), buffer._version)
-            if self._seen.setdefault(slot, state) != state:
-                self._moving.add(slot)
-                self._seen[slot] = state
-        wanted = self._slots if first else [slot for slot in self._slots if slot in self._moving]
-        now = [buffer for owner, name in wanted if (buffer := owner._buffers.get(name)) is not None]
-        if len(now) != len(self._kept) or any(b.shape != k.shape for b, (_, k) in zip(now, self._kept, strict=True)):
-            self._kept = [(buffer, torch.empty_like(buffer)) for buffer in now]
-        else:
-            self._kept = [(buffer, kept) for buffer, (_, kept) in zip(now, self._kept, strict=True)]
-        if now:
-            torch._foreach_copy_([kept for _, kept in self._kept], now)
+        now = self._look()
+        wanted = now if first else {slot: buffer for slot, buffer in now.items() if slot in self._moving}
+        old = self._kept
+        self._kept = {
+            slot: old[slot] if slot in old and _alike(old[slot], buffer) else torch.empty_like(buffer)
+            for slot, buffer in wanted.items()
+        }
+        if wanted:
+            torch._foreach_copy_(list(self._kept.values()), list(wanted.values()))
 
     @torch.no_grad()
     def restore(self, rejected: Tensor | None = None) -> None:
         """Copy them back; with ``rejected`` (bool ``[]`` on the device) only where it is True, without asking it."""
-        if not self._kept:
-            return
-        buffers = [buffer for buffer, _ in self._kept]
-        kept = [kept for _, kept in self._kept]
-        if rejected is not None:
-            kept = [torch.where(rejected.to(b.device), k, b) for b, k in self._kept]
-        torch._foreach_copy_(buffers, kept)
+        self._look()
+        live, kept = [], []
+        for slot, before in self._kept.items():
+            buffer = _buffer(slot)
+            if buffer is not None and _alike(buffer, before):
+                live.append(buffer)
+                kept.append(before if rejected is None else torch.where(rejected.to(buffer.device), before, buffer))
+            elif rejected is None:
+                slot[0]._buffers[slot[1]] = before.clone()
+        if live:
+            torch._foreach_copy_(live, kept)
         # What restoring counts is no sign of forward moving them.
-        for owner, name in self._slots:
-            buffer = owner._buffers.get(name)
-            if buffer is not None and (owner, name) not in self._moving:
-                self._seen[owner, name] = (id(buffer), buffer._version)
+        for slot in self._kept.keys() - self._moving:
+            if (buffer := _buffer(slot)) is not None:
+                self._seen[slot] = _state(buffer)
+
+    def _look(self) -> dict[_Slot, Tensor]:
+        """The present buffers; takes note of those that moved."""
+        now = {slot: buffer for slot in self._slots if (buffer := _buffer(slot)) is not None}
+        for slot, buffer in now.items():
+            if self._seen.setdefault(slot, _state(buffer)) != _state(buffer):
+                self._moving.add(slot)
+        return now
+
+
+def _buffer(slot: _Slot) -> Tensor | None:
+    owner, name = slot
+    return owner._buffers.get(name)
+
+
+def _state(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), buffer._version
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -119,8 +119,8 @@ class Culprit:
     Attributes:
         what: ``nonfinite``, ``spike``, ``amax_jump``, ``rejected`` (by the user) or ``no_loss``.
         where: a layer's or parameter's qualified name, or ``batch``, ``loss`` or ``grad_norm``.
-        role: of the operand: ``input``, ``weight``, ``grad_output``; of a parameter: ``weight``, ``gradient``; else what
-            ``where`` says.
+        role: of an operand ``input``, ``weight``, ``grad_output``; of a parameter ``weight``, ``gradient``; else as
+            ``where``.
         value: what was seen (a spike: sigmas above the median).
         ranks: that saw it; empty where the ranks cannot be told apart (gradients already reduced).
     """
@@ -208,7 +208,10 @@ class Layout:
         bad_gradients = torch.isposinf(norms).nonzero()[:, 0].tolist()
         if bad_batches and (bad_losses or bad_gradients):
             culprits.append(Culprit("nonfinite", "batch", "batch", math.inf, bad_batches))
-        culprits += bad_operands
+        in_forward = any(c.role != "grad_output" for c in bad_operands)
+        if in_forward or not bad_losses:
+            # Otherwise forward went wrong outside these layers, and backward only carried it here.
+            culprits += bad_operands
         if bad_losses:
             culprits.append(Culprit("nonfinite", "loss", "loss", math.inf, bad_losses))
         # Backward runs from the last parameter to the first: the last bad one is the first cause.
@@ -222,12 +225,11 @@ class Layout:
                 if score > thresholds.spike:
                     spiked = (int(losses.argmax()),) if signal == "loss" else ()
                     culprits.append(Culprit("spike", signal, signal, score, spiked))
-        forward_is_fine = not bad_losses and all(c.role == "grad_output" for c in bad_operands)
         return Finding(
             culprits,
             loss=losses.max().item(),
             grad_norm=torch.linalg.vector_norm(norms).item(),
-            overflow=loss_scaled and forward_is_fine and bool(bad_gradients),
+            overflow=loss_scaled and not bad_losses and not in_forward and bool(bad_gradients),
         )
 
 

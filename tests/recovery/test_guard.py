@@ -1,0 +1,242 @@
+"""The core without Lightning: plain loops."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fp8 import convert_model, step
+from lightning_fp8.recovery.guard import StepGuard
+from lightning_fp8.recovery.verdict import Thresholds
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, 1e-2, fused=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, 1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2),
+    "muon-like-adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+}
+
+
+def make_model(fp8: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 16))
+    return convert_model(model, "delayed") if fp8 else model
+
+
+def train(model: nn.Module, optimizer, batches, guard: StepGuard | None) -> list:
+    outcomes = []
+    for number, batch in enumerate(batches):
+        if guard is not None:
+            guard.begin()
+            guard.observe_batch(batch)
+        loss = model(batch).square().mean()
+        if guard is not None:
+            guard.observe(loss)
+        loss.backward()
+        if guard is not None:
+            guard.decide(optimizer, number=number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if model.__dict__.get("_lightning_fp8"):
+            step(model)
+        if guard is not None:
+            outcomes += guard.outcomes(everything=False)
+    return outcomes + guard.outcomes() if guard is not None else []
+
+
+def make_batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 16, generator=generator) for _ in range(count)]
+
+
+def everything(model: nn.Module, optimizer) -> dict:
+    fp8 = model.__dict__.get("_lightning_fp8")
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), fp8.runtime.state_dict() if fp8 else None])
+
+
+def equal(one, other) -> bool:
+    leaves, spec = torch.utils._pytree.tree_flatten(one)
+    others, other_spec = torch.utils._pytree.tree_flatten(other)
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(leaves, others, strict=True))
+    return spec == other_spec and all(same)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad_at", [0, 4])
+def test_a_bad_step_leaves_no_trace(name, fp8, bad_at):
+    """With the bad batch guarded away, everything is what it would be had the batch never been there."""
+    good = make_batches(8)
+    bad = [*good[:bad_at], torch.full((16, 16), math.nan), *good[bad_at:]]
+    results = []
+    for batches, guarded in ((good, False), (bad, True)):
+        model = make_model(fp8)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        guard = StepGuard(model, [optimizer]) if guarded else None
+        outcomes = train(model, optimizer, batches, guard)
+        results.append(everything(model, optimizer))
+        if guard is not None:
+            assert guard.fast == name.endswith("fused")
+            assert [o.context["number"] for o in outcomes if o.finding is not None] == [bad_at]
+            assert [o.context["number"] for o in outcomes] == list(range(9))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+def test_a_clean_run_is_not_touched(name, fp8):
+    results = []
+    for guarded in (False, True):
+        model = make_model(fp8)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        train(model, optimizer, make_batches(40), StepGuard(model, [optimizer]) if guarded else None)
+        results.append(everything(model, optimizer))
+    assert equal(*results)
+
+
+def test_the_first_operand_of_fp8_is_named():
+    model = make_model(True)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, [optimizer])
+    model[1].register_forward_hook(lambda module, args, output: output * math.nan)
+    outcomes = train(model, optimizer, make_batches(1), guard)
+    first = outcomes[0].finding.culprits[0]
+    assert (first.what, first.where, first.role, first.ranks) == ("nonfinite", "3", "input", (0,))
+
+
+def test_where_forward_went_wrong_outside_fp8_no_layer_is_blamed():
+    model = make_model(True)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model[4].register_forward_hook(lambda module, args, output: output * math.nan)
+    finding = train(model, optimizer, make_batches(1), StepGuard(model, [optimizer]))[0].finding
+    assert finding.layers == () and finding.culprits[0].where == "loss"
+
+
+def test_an_amax_jump_is_rejected_and_named():
+    model = make_model(True)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, [optimizer], Thresholds(spike=None))
+    batches = make_batches(4)
+    outcomes = train(model, optimizer, [*batches, batches[0] * 1e4, *batches], guard)
+    bad = [outcome for outcome in outcomes if outcome.finding is not None]
+    assert [outcome.context["number"] for outcome in bad] == [4]
+    first = bad[0].finding.culprits[0]
+    assert (first.what, first.where, first.role) == ("amax_jump", "0", "input")
+
+
+def test_names_of_nested_conversions_are_the_models_own():
+    inner = convert_model(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    outer = nn.ModuleDict({"a": inner, "b": convert_model(nn.Linear(16, 16), "delayed")})
+    guard = StepGuard(outer, [torch.optim.SGD(outer.parameters(), 1e-2)])
+    assert guard.fp8.names == ["a.0", "b"]
+    guard.fp8.set_enabled(["b"], False)
+    assert outer["b"].fp8.enabled is False and inner[0].fp8.enabled is True
+
+
+def test_reject_gives_nan_on_every_path():
+    model = make_model(False)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, [optimizer])
+    before = everything(model, optimizer)
+    guard.begin()
+    loss = guard.reject(model(make_batches(1)[0]).square().mean())
+    guard.observe(loss)
+    loss.backward()
+    assert all(parameter.grad.isnan().any() for parameter in model.parameters())
+    assert guard.decide(optimizer) is False
+    optimizer.step()
+    assert equal(before, everything(model, optimizer))
+    assert guard.outcomes()[0].finding.deliberate
+
+
+def test_several_optimizers_have_their_own_statistics_and_verdicts():
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in (one, two)]
+    guard = StepGuard(nn.ModuleList([one, two]), optimizers)
+    before = two.weight.clone()
+    guard.begin()
+    for module, optimizer, factor in ((one, optimizers[0], 1.0), (two, optimizers[1], math.inf)):
+        loss = module(torch.ones(2, 4)).sum() * factor
+        guard.observe(loss)
+        loss.backward()
+        guard.decide(optimizer, which=len(guard._pending))
+        optimizer.step()
+    findings = [outcome.finding for outcome in guard.outcomes()]
+    assert findings[0] is None and findings[1] is not None and torch.equal(before, two.weight)
+    assert [judge.statistics.count.item() for judge in guard.judges] == [1, 0]
+    assert findings[1].culprits[-1].where in ("1.weight", "1.bias")
+
+
+def test_state_resumes_with_what_was_not_collected():
+    model = make_model(False)
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    guard = StepGuard(model, [optimizer])
+    train(model, optimizer, make_batches(3), guard)
+    guard.begin()
+    loss = model(make_batches(1)[0]).square().mean() * math.nan
+    guard.observe(loss)
+    loss.backward()
+    assert guard.decide(optimizer, number=3) is None
+    twin = StepGuard(model, [optimizer])
+    twin.load_state_dict(copy.deepcopy(guard.state_dict()))
+    assert guard.rejected_at_end() == twin.rejected_at_end() == 1
+    mine, theirs = guard.outcomes(), twin.outcomes()
+    assert mine == theirs and theirs[0].finding is not None
+    guard.close()
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_bad_weights_are_named():
+    model = make_model(False)
+    guard = StepGuard(model, [torch.optim.SGD(model.parameters(), 1e-2)])
+    assert guard.bad_weights() == []
+    with torch.no_grad():
+        model[3].weight[0, 0] = 1e30
+    assert [(c.where, c.role, c.ranks) for c in guard.bad_weights()] == [("3.weight", "weight", (0,))]
+
+
+def test_fast_is_refused_where_it_cannot_be():
+    model = make_model(False)
+    with pytest.raises(ValueError, match="fused=True to SGD"):
+        StepGuard(model, [torch.optim.SGD(model.parameters(), 1e-2)], mode="fast")
+    fused = torch.optim.SGD(model.parameters(), 1e-2, fused=True)
+    with pytest.raises(ValueError, match="loss scale"):
+        StepGuard(model, [fused], mode="fast", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="mode"):
+        StepGuard(model, [fused], mode="quick")
+    assert StepGuard(model, [fused]).fast and not StepGuard(model, [fused], mode="exact").fast
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_grad_scaler(fused):
+    """A spike is skipped though the scaler sees nothing wrong; an overflow is told from a fault."""
+    model = make_model(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    guard = StepGuard(model, [optimizer], Thresholds(warmup=2, window=8), scaler=scaler)
+    findings = []
+    for factor in (1.0, 1.0, 1.0, 1e3, 1.0):
+        weights = copy.deepcopy(model.state_dict())
+        guard.begin()
+        loss = scaler.scale(model(make_batches(1)[0]).square().mean() * factor)
+        guard.observe(loss)
+        loss.backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+        guard.decide(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        findings += [outcome.finding for outcome in guard.outcomes()]
+        assert equal(weights, copy.deepcopy(model.state_dict())) == (factor > 1)
+    assert [finding is not None for finding in findings] == [False, False, False, True, False]
+    assert findings[3].culprits[0].where == "loss" and not findings[3].overflow and scaler.get_scale() == 8.0
+    assert findings[3].loss < 5e3, "the loss is told unscaled"

@@ -1,0 +1,401 @@
+"""SkipBatchRecovery under the Trainer, one device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from recovery_models import Net, fit, make_data, make_loader, make_trainer, same_weights, test_loss
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import FP8Precision
+from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
+from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
+from lightning_fp8.recovery.events import read_events
+
+MODES = {"exact": "adamw", "fast": "adamw-fused"}
+NAN = math.nan
+
+
+def recovery(**settings) -> SkipBatchRecovery:
+    return SkipBatchRecovery(**{"window": 32, "warmup": 8, "snapshot_every": 10, **settings})
+
+
+def rejected(callback: SkipBatchRecovery) -> list[dict]:
+    return [event for event in callback.events.recent if event["event"] == "rejected"]
+
+
+@pytest.mark.parametrize("optimizer", MODES.values())
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_clean_run_is_bit_identical_with_it_on(tmp_path, optimizer, fp8):
+    runs = []
+    for callbacks in ([], [recovery()]):
+        plugins = [FP8Precision()] if fp8 else []
+        runs.append(fit(tmp_path, callbacks, model=Net(optimizer), plugins=plugins)[0])
+    assert same_weights(*runs) and runs[0].losses == runs[1].losses
+    assert not rejected(callbacks[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_skipped_step_leaves_no_trace(tmp_path, mode):
+    """Dropout off: the run with the bad batch must equal, bit for bit, one whose data never held it."""
+    data = make_data(512)
+    without = torch.utils.data.Subset(data, [i for i in range(512) if not 80 <= i < 96])
+    model, trainer = fit(
+        tmp_path, model=Net(MODES[mode], schedule=mode == "exact", dropout=0.0), loader=DataLoader(without, 16),
+        max_steps=25,
+    )  # fmt: skip
+    callback = recovery()
+    injector = FaultInjector([Fault("batch", 5)])
+    other, other_trainer = fit(
+        tmp_path, [injector, callback], model=Net(MODES[mode], schedule=mode == "exact", dropout=0.0),
+        loader=DataLoader(data, 16), max_steps=26,
+    )  # fmt: skip
+    assert callback.guard.fast == (mode == "fast")
+    assert same_weights(model, other)
+    events = rejected(callback)
+    assert len(events) == 1 and events[0]["batches"] == [5] and events[0]["layer"] == "batch"
+    assert events[0]["samples"] == {"0": list(range(80, 96))}
+    mine, theirs = (t.optimizers[0].state_dict() for t in (trainer, other_trainer))
+    for state, other_state in zip(mine["state"].values(), theirs["state"].values(), strict=True):
+        assert all(torch.equal(state[key], other_state[key]) for key in state)
+    assert mine["param_groups"][0]["lr"] == theirs["param_groups"][0]["lr"], "the schedule was held"
+
+
+def test_the_schedule_goes_on_where_asked_to(tmp_path):
+    rates = []
+    for hold in (None, False):
+        callback = recovery(hold_schedule=hold)
+        _, trainer = fit(tmp_path, [FaultInjector([Fault("batch", 3)]), callback], max_steps=10)
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-2 * 0.999**9, 1e-2 * 0.999**10])
+
+
+class Plateau(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "train_loss_step"},
+        }
+
+
+def test_a_plateau_schedule_is_held_too(tmp_path):
+    _, trainer = fit(tmp_path, [FaultInjector([Fault("batch", 3)]), recovery()], model=Plateau(), max_steps=10)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_monitors_and_early_stopping_do_not_see_it(tmp_path, mode):
+    best = ModelCheckpoint(tmp_path, monitor="train_loss_epoch", save_top_k=1, mode="min")
+    stopping = EarlyStopping("train_loss", patience=100, check_on_train_epoch_end=True)
+    faults = [Fault("batch", step) for step in (0, 5, 31)]
+    callback = recovery()
+    model, trainer = fit(
+        tmp_path, [FaultInjector(faults), callback, stopping, best], model=Net(MODES[mode]), enable_checkpointing=True
+    )
+    assert len(rejected(callback)) == 3
+    assert trainer.global_step == 60 and stopping.stopped_epoch == 0
+    logged = trainer.callback_metrics
+    good = [loss for loss in model.losses[32:] if math.isfinite(loss)]
+    assert logged["train_loss_epoch"].item() == pytest.approx(sum(good) / len(good), rel=1e-5)
+    assert logged["train_loss_step"].isfinite() and math.isfinite(best.best_model_score)
+
+
+def test_the_epoch_mean_is_over_accepted_steps(tmp_path):
+    model, trainer = fit(tmp_path, [FaultInjector([Fault("batch", 7)]), recovery()], max_steps=32)
+    good = [loss for step, loss in enumerate(model.losses) if step != 7]
+    assert trainer.callback_metrics["train_loss_epoch"].item() == pytest.approx(sum(good) / 31, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulation_spoils_its_window_only(tmp_path, mode):
+    callback = recovery()
+    injector = FaultInjector([Fault("batch", 4)])
+    model, trainer = fit(
+        tmp_path, [injector, callback], model=Net(MODES[mode]), accumulate_grad_batches=4, max_steps=14
+    )
+    assert [event["batches"] for event in rejected(callback)] == [[16, 17, 18, 19]]
+    assert trainer.global_step == 14 and math.isfinite(test_loss(model))
+
+
+def test_clipping_by_norm_does_not_spread_a_nan(tmp_path):
+    callback = recovery()
+    model, _ = fit(tmp_path, [FaultInjector([Fault("gradient", 4, "net.4")]), callback], gradient_clip_val=1.0)
+    assert len(rejected(callback)) == 1 and rejected(callback)[0]["layer"] == "net.4.weight"
+    assert math.isfinite(test_loss(model))
+
+
+class Manual(Net):
+    """Two optimizers, stepped by hand; the second one's loss is bad when the batch says so."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer, factor in ((first, 1.0), (second, NAN if batch_idx == 5 else 1.0)):
+            optimizer.zero_grad()
+            loss = self.loss(batch) * factor
+            self.manual_backward(loss)
+            optimizer.step()
+        self.recovered.append([c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)][0].accepted)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self):
+        self.recovered = []
+        fused = self.optimizer == "adamw-fused"
+        return [torch.optim.AdamW(layer.parameters(), 1e-2, fused=fused) for layer in (self.net[0], self.net[4])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_manual_optimization_with_two_optimizers(tmp_path, mode):
+    callback = recovery(spike=None)
+    model, trainer = fit(tmp_path, [callback], model=Manual(MODES[mode]), max_steps=40)
+    assert len(rejected(callback)) == 1 and rejected(callback)[0]["step"] == 11
+    assert math.isfinite(test_loss(model)) and trainer.callback_metrics["train_loss"].isfinite()
+    if mode == "exact":
+        assert [i for i, accepted in enumerate(model.recovered) if not accepted] == [5]
+
+
+class GivesUp(Net):
+    """Gives a batch up in one of the ways there are."""
+
+    def __init__(self, way: str, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.way = way
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 5:
+            if self.way == "none":
+                return None
+            if self.way == "exception":
+                raise SkipBatchException("bad data")
+            callback = [c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)][0]
+            return {"loss": callback.reject(loss)}
+        return loss
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["none", "exception", "reject"])
+def test_users_can_leave_a_batch_out(tmp_path, way, mode):
+    callback = recovery(skips=0, fallbacks=0, rewinds=0)
+    model, trainer = fit(tmp_path, [callback], model=GivesUp(way, MODES[mode]), max_steps=30)
+    events = rejected(callback)
+    assert [(event["batches"], event["action"]) for event in events] == [([5], "skip")], "it never climbs the ladder"
+    assert events[0]["verdict"] == ("no_loss" if way == "none" else "rejected")
+    assert math.isfinite(test_loss(model)) and trainer.global_step == 30
+    assert "training_step" not in model.__dict__, "the module is left as it was"
+
+
+def test_left_out_batches_leave_no_trace(tmp_path):
+    """``skip_batches`` of a run's own log repeats that run bit for bit without the faults."""
+    log = tmp_path / "events.jsonl"
+    faults = [Fault("batch", 5), Fault("batch", 35)]
+    model, _ = fit(tmp_path, [FaultInjector(faults), recovery(log=log)], model=Net(dropout=0.0), max_steps=50)
+    assert [(event["epoch"], event["batches"]) for event in read_events(log)] == [(0, [5]), (1, [3])]
+    again = recovery(skip_batches=log, log=None)
+    other, _ = fit(tmp_path, [again], model=Net(dropout=0.0), max_steps=50)
+    assert same_weights(model, other) and len(rejected(again)) == 2
+    assert SkipBatchRecovery(skip_batches=[(0, 5), (1, 3)]).skip_batches == again.skip_batches
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_flipped_bit_is_found_and_undone(tmp_path, mode):
+    callback = recovery()
+    model, trainer = fit(
+        tmp_path, [FaultInjector([Fault("bit_flip", 25, "net.4")]), callback], model=Net(MODES[mode])
+    )
+    kinds = [event["event"] for event in callback.events.recent]
+    assert kinds.count("rewind") == 1
+    first = rejected(callback)[0]
+    assert (first["layer"], first["role"], first["step"]) == ("net.4.weight", "weight", 25)
+    rewind = next(event for event in callback.events.recent if event["event"] == "rewind")
+    assert rewind["good_step"] == 20 and trainer.global_step == 60
+    assert math.isfinite(test_loss(model))
+
+
+def test_the_ladder_stops_with_the_last_good_state_saved(tmp_path):
+    faults = [Fault("batch", step) for step in range(20, 60)]
+    callback = recovery(skips=1, rewinds=1, log="auto")
+    with pytest.raises(RecoveryExhausted, match=r"4 bad steps in a row.*rewound 1 time.*nonfinite in batch"):
+        fit(tmp_path, [FaultInjector(faults), callback])
+    path = tmp_path / "last-good.ckpt"
+    state = torch.load(path, weights_only=True)
+    assert all(value.isfinite().all() for value in state["state_dict"].values())
+    events = read_events(tmp_path / "recovery.jsonl")
+    assert [event["event"] for event in events[:6]] == ["rejected", "rejected", "rewind", "rejected", "rejected", "rewind"]
+    assert "stop" in [event["event"] for event in events]
+    model, trainer = fit(tmp_path, [recovery(log=None)], ckpt_path=str(path), max_steps=80)
+    assert trainer.global_step == 80 and math.isfinite(test_loss(model))
+
+
+def test_a_lasting_change_of_the_loss_is_relearnt(tmp_path):
+    faults = [Fault("loss", step, factor=50.0) for step in range(20, 60)]
+    callback = recovery(skips=2, rewinds=1, fallbacks=0)
+    _, trainer = fit(tmp_path, [FaultInjector(faults), callback])
+    actions = [event["action"] for event in rejected(callback)]
+    assert actions == ["skip", "skip", "rewind", "skip", "skip", "relearn"] and trainer.global_step == 60
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
+    """A weight goes bad where no rewind may mend it; a checkpoint after every step; none may hold it."""
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    callback = recovery(skips=100, rewinds=1)
+    faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0")]
+    model, _ = fit(
+        tmp_path, [FaultInjector(faults), callback, every], model=Net(MODES[mode]), max_steps=30,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    assert math.isnan(test_loss(model)), "the fault is real"
+    paths = list(tmp_path.glob("*step=*.ckpt"))
+    assert len(paths) == 30
+    for path in paths:
+        state = torch.load(path, weights_only=True)
+        assert all(value.isfinite().all() for value in state["state_dict"].values()), path
+        moments = [v for s in state["optimizer_states"][0]["state"].values() for v in s.values()]
+        assert all(value.isfinite().all() for value in moments), path
+    assert callback.events.counts["saved_last_good"] >= 8
+
+
+def test_counters_go_to_the_logger(tmp_path):
+    logger = CSVLogger(tmp_path, version="x")
+    fit(tmp_path, [FaultInjector([Fault("batch", 5)]), recovery()], logger=logger, log_every_n_steps=1)
+    text = (tmp_path / "lightning_logs" / "x" / "metrics.csv").read_text()
+    assert "recovery/rejected" in text.splitlines()[0]
+    assert (tmp_path / "lightning_logs" / "x" / "recovery.jsonl").exists()
+
+
+class TwoBlocks(Net):
+    """All linear layers but the head can be FP8."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+class Overflowing(TwoBlocks):
+    """From step 20 on, the second layer's output is NaN whenever it runs in FP8."""
+
+    def training_step(self, batch, batch_idx):
+        layer = self.net[2]
+        if self.trainer.global_step == 20 and not layer._forward_hooks:
+            layer.register_forward_hook(lambda m, args, output: output * NAN if m.training and m.fp8.enabled else output)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
+    callback = recovery(skips=1, fallbacks=5, fallback_steps=5, fallback_backoff=2.0, rewinds=0, snapshot_every=None)
+    model, trainer = fit(
+        tmp_path, [callback], model=Overflowing(MODES[mode]), plugins=[FP8Precision()], max_steps=60
+    )
+    falls = [event for event in callback.events.recent if event["event"] == "fall_back"]
+    again = [event for event in callback.events.recent if event["event"] == "fp8_again"]
+    assert falls[0]["layers"] == ["net.0", "net.2"] and [f["steps"]["net.2"] for f in falls[:3]] == [5, 10, 20]
+    assert len(again) >= 2 and trainer.global_step == 60 and math.isfinite(test_loss(model))
+
+
+def test_retry_takes_the_batch_with_the_guilty_layer_in_bf16(tmp_path):
+    class Once(TwoBlocks):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 7 and not self.net[2]._forward_hooks:
+                self.net[2].register_forward_hook(
+                    lambda m, args, out: out * NAN if m.training and m.fp8.enabled and self.now == 7 else out
+                )
+            self.now = batch_idx
+            return super().training_step(batch, batch_idx)
+
+    callback = recovery(retry=True)
+    model, trainer = fit(tmp_path, [callback], model=Once(), plugins=[FP8Precision()], max_steps=20)
+    assert [event["action"] for event in rejected(callback)] == ["retry"]
+    assert callback.guard.judges[0].statistics.count == 20, "no step was lost"
+    assert all(layer.fp8.enabled for layer in (model.net[0], model.net[2]))
+    assert trainer.callback_metrics["train_loss_step"].isfinite() and math.isfinite(test_loss(model))
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "fp8-16", "fp8-scaled"])
+def test_under_loss_scaling(tmp_path, precision):
+    plugins = {"fp8-16": FP8Precision(precision="16-mixed"), "fp8-scaled": FP8Precision(loss_scale=1024.0)}
+    settings = {"plugins": [plugins[precision]]} if precision in plugins else {"precision": precision}
+    callback = recovery()
+    faults = [Fault("batch", 20), Fault("loss", 30, factor=300.0)]
+    model, trainer = fit(tmp_path, [FaultInjector(faults), callback], model=Net("adamw-fused"), **settings)
+    steps = [event["step"] for event in rejected(callback) if event["action"] == "skip"]
+    assert steps == [20, 30]
+    assert callback.guard.fast == (precision in ("bf16-mixed", "fp8-scaled"))
+    assert math.isfinite(test_loss(model))
+    assert rejected(callback)[-1]["loss"] == pytest.approx(model.losses[30] * 300, rel=0.02)
+
+
+def test_overflow_of_the_loss_scale_is_the_scalers_affair(tmp_path):
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40))
+    callback = recovery(skips=1, rewinds=0, snapshot_every=None)
+    model, _ = fit(tmp_path, [callback], plugins=[plugin])
+    actions = [event["action"] for event in rejected(callback)]
+    assert len(actions) > 3 and set(actions) == {"loss_scale_lowered"} and math.isfinite(test_loss(model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"spike": 0.9}, "spike"),
+        ({"snapshot_every": None}, "no rewind without snapshots"),
+        ({"snapshot_every": 0}, "snapshot_every"),
+        ({"mode": "fast", "hold_schedule": True}, "mode='exact'"),
+        ({"mode": "fast", "retry": True}, "mode='exact'"),
+        ({"mode": "slow"}, "mode"),
+        ({"skips": -1}, "skips"),
+        ({"warmup": 500}, "warmup"),
+        ({"skip_batches": [3]}, "pairs"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(settings, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        SkipBatchRecovery(**settings)
+
+
+def test_wrong_places_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="inside Trainer.fit"):
+        SkipBatchRecovery().reject(torch.zeros(()))
+    with pytest.raises(MisconfigurationException, match="one SkipBatchRecovery"):
+        fit(tmp_path, [SkipBatchRecovery(), SkipBatchRecovery()], max_steps=1)
+    with pytest.raises(MisconfigurationException, match="retry"):
+        fit(tmp_path, [SkipBatchRecovery(retry=True)], accumulate_grad_batches=2, max_steps=1)
+    with pytest.raises(ValueError, match="fused=True"):
+        fit(tmp_path, [SkipBatchRecovery(mode="fast")], max_steps=1)
+
+
+def test_the_injector_refuses_what_it_cannot_plant(tmp_path):
+    with pytest.raises(ValueError, match="no layer 'nope'.*net.0"):
+        fit(tmp_path, [FaultInjector([Fault("weight", 0, "nope")])], max_steps=1)
+    with pytest.raises(ValueError, match="ranks"):
+        fit(tmp_path, [FaultInjector([Fault("batch", 0, rank=3)])], max_steps=1)
+    with pytest.raises(ValueError, match="name it"):
+        Fault("weight", 0)
+    with pytest.raises(ValueError, match="no fault"):
+        FaultInjector([{"kind": "fire", "step": 0}])
+    with pytest.raises(ValueError, match="FP8"):
+        fit(tmp_path, [FaultInjector([Fault("amax", 0, "net.0")])], max_steps=1)
+
+
+def test_validation_in_between_and_a_second_fit(tmp_path):
+    callback = recovery()
+    injector = FaultInjector([Fault("batch", 5)])
+    model, trainer = Net(), make_trainer(tmp_path, [injector, callback], max_steps=20, val_check_interval=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, make_loader(), make_loader(64))
+        assert len(rejected(callback)) == 1
+        trainer.fit_loop.max_steps = 40
+        trainer.fit(model, make_loader(), make_loader(64))
+    assert len(rejected(callback)) == 1 and trainer.global_step == 40 and math.isfinite(test_loss(model))

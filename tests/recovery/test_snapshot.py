@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_fp8.recovery.snapshot import Snapshots
+
+
+def make(optimizer: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizers = {
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+        "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+        "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+        "tensor-lr": lambda p: torch.optim.Adam(p, torch.tensor(1e-2)),
+    }
+    return model, optimizers[optimizer](model.parameters())
+
+
+def train(model, optimizer, scheduler, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 4)).square().mean() + random.random() + np.random.rand()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd", "tensor-lr"])
+def test_training_goes_on_from_it_bit_for_bit(name, before):
+    model, optimizer = make(name)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    train(model, optimizer, scheduler, before)
+    snapshots = Snapshots(model, [optimizer], {"scheduler": scheduler})
+    snapshots.capture("here")
+    snapshots.promote()
+    places = [p.data_ptr() for p in model.parameters()]
+    first = train(model, optimizer, scheduler, 5)
+    after = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    train(model, optimizer, scheduler, 2)
+    assert snapshots.restore() == "here"
+    assert train(model, optimizer, scheduler, 5) == first
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+    assert places == [p.data_ptr() for p in model.parameters()], "restored in place"
+
+
+def test_a_candidate_never_replaces_the_good_one_by_itself():
+    model, optimizer = make("sgd")
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture(1)
+    with pytest.raises(RuntimeError, match="no good state"):
+        snapshots.restore()
+    snapshots.promote()
+    good = model[0].weight.clone()
+    for label in (2, 3):
+        with torch.no_grad():
+            model[0].weight.fill_(float(label))
+        snapshots.capture(label)
+    assert snapshots.restore() == 1 and torch.equal(model[0].weight, good)
+    assert snapshots.candidate is None, "the candidate came from what was undone"
+
+
+def test_host_memory_is_reused():
+    model, optimizer = make("adamw")
+    snapshots = Snapshots(model, [optimizer])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer, scheduler, 1)
+    places = set()
+    for label in range(6):
+        snapshots.capture(label)
+        places.add(snapshots.candidate.tensors["parameter.0.weight"].data_ptr())
+        snapshots.promote()
+    assert len(places) == 2
+
+
+def test_checkpoint_holds_the_good_values():
+    model, optimizer = make("adamw")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    train(model, optimizer, scheduler, 2)
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    good = {key: value.clone() for key, value in model.state_dict().items()}
+    moments = optimizer.state[model[0].weight]["exp_avg"].clone()
+    train(model, optimizer, scheduler, 2)
+    optimizer.param_groups[0]["lr"] = 77.0
+    state = snapshots.checkpoint(model.state_dict())
+    assert list(state) == list(good) and all(torch.equal(state[key], good[key]) for key in good)
+    saved = snapshots.optimizer_checkpoint(0, optimizer.state_dict())
+    assert torch.equal(saved["state"][0]["exp_avg"], moments) and saved["param_groups"][0]["lr"] == 1e-2
+    twin, twin_optimizer = make("adamw")
+    twin_optimizer.load_state_dict(saved)
+    assert not torch.equal(optimizer.state[model[0].weight]["exp_avg"], moments), "the live state is not touched"
