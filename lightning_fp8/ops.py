@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import kernels
 from lightning_fp8.kernels import fbgemm
-from lightning_fp8.kernels.reference import decode_scale_shape, round_up, row_multiple
+from lightning_fp8.kernels.reference import round_up, row_multiple
 from lightning_fp8.recipes import ROLES, Cast, OperandCasts, Recipe
 from lightning_fp8.statistics import AMAX
-
 
 #: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
 GemmLibrary = Literal["torch", "fbgemm"]
@@ -207,8 +206,14 @@ class _ScaledLinear(torch.autograd.Function):
         return y.narrow(0, 0, x.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable looks at grad_output alone: it would let the terms through x and weight vanish in silence.
+        # (Compiled graphs refuse a second backward themselves.)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "FP8 linear layers are differentiable once, and this backward asks for more (create_graph=True, as for "
+                "a gradient penalty). Keep these layers in high precision: LayerSelection(exclude=[...])."
+            )
         xt, xt_decode, wt, wt_decode = ctx.saved_tensors
         casts: LinearCasts = ctx.casts
         need_grad_input, need_grad_weight = ctx.needs

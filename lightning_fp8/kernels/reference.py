@@ -160,10 +160,16 @@ def scaled_mm(a: Tensor, b: Tensor, decode_a: Tensor, decode_b: Tensor, out_dtyp
     if not a.numel():
         return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
     with torch.autocast(a.device.type, enabled=False):  # It would multiply in bf16.
-        if decode_a.shape[1] != 1 or decode_b.shape[1] != 1:
+        if not (_scales_rows(decode_a, a) and _scales_rows(decode_b, b)):
             return (dequantize_operand(a, decode_a) @ dequantize_operand(b, decode_b).t()).to(out_dtype)
         if a.is_cuda:
             product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
         else:
             product = code_values(a) @ code_values(b).t()
         return (product * decode_a * decode_b.t()).to(out_dtype)
+
+
+def _scales_rows(decode_scale: Tensor, codes: Tensor) -> bool:
+    """Whether all codes of a row share their scale (a single 128x128 column of tiles has fewer scales than rows)."""
+    rows, columns = decode_scale.shape
+    return columns == 1 and rows in (1, codes.shape[0])
