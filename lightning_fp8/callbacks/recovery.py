@@ -153,10 +153,6 @@ class SkipBatchRecovery(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in callbacks if isinstance(callback, SkipBatchRecovery)]
-        if len(others) > 1:
-            raise MisconfigurationException("Give the Trainer one SkipBatchRecovery: two would judge every step twice.")
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise MisconfigurationException(
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
@@ -488,10 +484,13 @@ def _batches(given: Iterable[tuple[int, int]] | str | os.PathLike[str]) -> set[t
         return rejected_batches(read_events(given))
     batches = set()
     for pair in given:
-        if isinstance(pair, Mapping) or len(tuple(pair)) != 2:
-            raise ValueError(f"skip_batches holds {pair!r}: give pairs (epoch, batch index), or an event log's path.")
-        epoch, batch = pair
-        batches.add((int(epoch), int(batch)))
+        try:
+            epoch, batch = pair
+            batches.add((int(epoch), int(batch)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"skip_batches holds {pair!r}: give pairs (epoch, batch index), or an event log's path."
+            ) from error
     return batches
 
 

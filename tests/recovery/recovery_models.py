@@ -27,6 +27,7 @@ class Net(pl.LightningModule):
 
     def __init__(self, optimizer: str = "adamw", schedule: bool = True, dropout: float = 0.1) -> None:
         super().__init__()
+        torch.manual_seed(7)
         self.net = nn.Sequential(
             nn.Linear(FEATURES, HIDDEN),
             nn.BatchNorm1d(HIDDEN),
