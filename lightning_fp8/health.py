@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.recipes import ROLES
+from lightning_fp8.telemetry import to_device
 
 Kind = Literal["nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift"]
 KINDS: tuple[Kind, ...] = ("nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift")
@@ -187,8 +188,8 @@ class Health:
 
     def set_positions(self, positions: Sequence[int]) -> None:
         """Learn the order of execution."""
-        self.positions = list(positions)
-        self._keys = _execution_keys(self.positions).to(self.ring.device)
+        self.positions = positions
+        self._keys = to_device(_execution_keys(positions), self.ring.device)
 
     @torch.no_grad()
     def observe(self, amax: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,14 +231,14 @@ class Health:
         """Let the observed step enter the statistics.
 
         Args:
-            kept: bool ``[layers, 3]``: operands that count; a step that somebody discarded does not.
+            kept: bool ``[]``: whether the step counts; one that recovery has rejected does not.
         """
         if self._next is None:
             return
         usable, clipped, streaks, active = self._next
         self._next = None
         if kept is None:
-            kept = torch.ones_like(usable)
+            kept = torch.ones((), dtype=torch.bool, device=usable.device)
         enters = usable & kept
         place = (self.count % self.limits.window).unsqueeze(-1)
         self.ring.scatter_(
@@ -253,7 +254,7 @@ class Health:
     def _summarize(self, begun: Tensor, amax: Tensor, references: Tensor) -> Tensor:
         """The first operand of each kind, fp32 ``[kinds, 4]``."""
         if not self.positions:
-            return torch.tensor([-1.0, 0.0, 0.0, 0.0]).repeat(len(KINDS), 1).to(begun.device, non_blocking=True)
+            return torch.full((len(KINDS), 4), -1.0, device=begun.device)
         begun = begun.flatten(1)
         first = torch.where(begun, self._keys.flatten(), torch.inf).argmin(1, keepdim=True)
         count = begun.sum(1, keepdim=True)
@@ -288,7 +289,9 @@ class Health:
             names: of the layers.
             step: number of optimizer steps completed before.
         """
-        events = []
+        events: list[HealthEvent] = []
+        if not (reading.summaries[..., _PLACE] >= 0).any():
+            return events
         keys = _execution_keys(self.positions).flatten()
         for index, kind in enumerate(KINDS):
             places = reading.summaries[:, index, _PLACE].long().tolist()

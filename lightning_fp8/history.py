@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Values that a history holds at most: 16 MiB.
+_MAX_VALUES = 2**22
+
+
+def capacity_for(shape: Sequence[int], wished: int) -> int:
+    """How many readings of ``shape`` to keep: as many as ``wished``, fewer where they are large."""
+    return max(2, min(wished, _MAX_VALUES // max(1, math.prod(shape)))) // 2 * 2
 
 
 class ThinnedHistory:
@@ -17,6 +26,7 @@ class ThinnedHistory:
         capacity: readings at most; even.
 
     Attributes:
+        shape: as given.
         stride: of how many readings one is kept.
     """
 
@@ -24,6 +34,7 @@ class ThinnedHistory:
         if capacity < 2 or capacity % 2:
             raise ValueError(f"capacity must be an even number, at least 2, got {capacity}.")
         self.capacity = capacity
+        self.shape = tuple(shape)
         self.stride = 1
         self._values = torch.full((capacity, *shape), torch.nan)
         self._steps = torch.zeros(capacity, dtype=torch.int64)

@@ -64,6 +64,7 @@ class Telemetry:
         rest = {name: layer for name, layer in linear_layers(model).items() if name not in taken}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._watch = Watch(rest, self.device)
+        self._in_fp8 = slice(0, len(self.names))
         self.names += rest
         self.recipes += [None] * len(rest)
         self.layers = {name: modules[name] for name in self.names}
@@ -103,6 +104,26 @@ class Telemetry:
         """A copy of all tables, fp32 ``[layers, 3, 4]``, on the device; columns as in :mod:`.statistics`."""
         tables = [conversion.runtime.table for conversion in self._conversions] + [self._watch.table]
         return torch.cat([table.data.to(self.device, non_blocking=True) for table in tables])
+
+    def slot(self, row: int, role: Role) -> Tensor:
+        """A copy of one layer's and role's statistics, fp32 ``[4]``, on the layer's device."""
+        for conversion in self._conversions:
+            table = conversion.runtime.table
+            if row < len(table.names):
+                return table.data[row, ROLES.index(role)].clone()
+            row -= len(table.names)
+        return self._watch.table.data[row, ROLES.index(role)].clone()
+
+    def kept(self, window: Tensor) -> Tensor:
+        """Whether the step that left ``window`` still stands, bool ``[]`` on the device.
+
+        Recovery takes back what a rejected step has left in the FP8 layers' table, by marking it not seen.
+
+        Args:
+            window: as :meth:`read` gave it before the optimizer step.
+        """
+        seen = [~(data[self._in_fp8, :, AMAX] < 0).all() for data in (window, self.read())]
+        return ~(seen[0] & ~seen[1])
 
     @property
     def positions(self) -> list[int]:
@@ -182,13 +203,14 @@ class ExecutionOrder:
     """Sees in which order layers run.
 
     Compiled code cannot tell: where there is some, layers are taken to run as they were registered. A layer that runs
-    several times counts with its first.
+    several times counts with its first; those that never ran come last.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
         self._registered = {id(module): place for place, module in enumerate(model.modules())}
         self._layers = list(layers.values())
         self._seen: dict[int, int] = {}
+        self._known: tuple[int, list[int]] | None = None
         compiled = {id(child) for m in model.modules() if _is_compiled(m) for child in m.modules()}
         self._handles = [
             layer.register_forward_pre_hook(self._see)
@@ -202,20 +224,26 @@ class ExecutionOrder:
             self._seen.setdefault(id(layer), len(self._seen))
 
     def positions(self) -> list[int]:
-        """Rank of each layer, 0 for the first."""
-        places_of = self._seen if len(self._seen) == len(self._layers) else self._registered
-        keys = [places_of[id(layer)] for layer in self._layers]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
+        """Rank of each layer, 0 for the first; the same list as long as nothing new was seen."""
+        seen = self._seen if len(self._handles) == len(self._layers) else {}
+        if self._known is not None and self._known[0] == len(seen):
+            return self._known[1]
+        keys = [(seen.get(id(layer), len(seen)), self._registered[id(layer)]) for layer in self._layers]
         places = [0] * len(keys)
-        for place, row in enumerate(order):
+        for place, row in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
             places[row] = place
+        self._known = (len(seen), places)
         return places
 
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on ``device``, without waiting for the copy."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class HostCopy:

@@ -1,0 +1,130 @@
+"""What callbacks that watch the layers have in common: when to read, and when to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fp8.telemetry import HostCopy, Telemetry
+
+
+@dataclass(frozen=True)
+class When:
+    """The step of a reading.
+
+    Attributes:
+        step: number of optimizer steps completed before it (``trainer.global_step``).
+        log_step: the step under which loggers file it.
+        epoch: of the reading.
+    """
+
+    step: int
+    log_step: int
+    epoch: int
+
+
+class LayerCallback(Callback):
+    """Reads the statistics of all layers on the device, and looks at them on the host a training batch later.
+
+    The window of a step is complete after its last backward, and read there: before any callback could take the step
+    back. It comes to the host in one copy that nobody waits for.
+    """
+
+    def __init__(self) -> None:
+        self._telemetry: Telemetry | None = None
+        self._window: Tensor | None = None
+        self._started: int | None = None
+        self._copy = HostCopy()
+        self._pending: When | None = None
+
+    # What a subclass says
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
+        """A fit begins."""
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        """Whether the step that runs is to be read."""
+        return True
+
+    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
+        """What goes to the host, on the device, after the optimizer step.
+
+        Args:
+            trainer: the Trainer.
+            window: the statistics as they were before it, fp32 ``[layers, 3, 4]``.
+            outputs: of ``training_step``.
+        """
+        return window.flatten()
+
+    def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:
+        """A message has arrived; on every rank, after the batch that follows its own, or when training ends."""
+
+    # Hooks
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """The statistics of the model's layers; within a fit only."""
+        if self._telemetry is None:
+            raise RuntimeError(f"{type(self).__name__} works inside Trainer.fit only: is it among its callbacks?")
+        return self._telemetry
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._telemetry = Telemetry.attach(pl_module)
+        self._window = self._started = self._pending = None
+        self._begin(trainer, pl_module, self._telemetry)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.telemetry.begin_step(trainer.global_step)
+        self._started = trainer.global_step
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._due(trainer):
+            self._window = self.telemetry.read()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        # Whoever calls loss.backward() in manual optimization goes past on_after_backward.
+        if self._window is None and self._due(trainer):
+            self._window = self.telemetry.read()
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._arrive(trainer)
+        if self._window is None or trainer.global_step == self._started:
+            return  # Gradients accumulate.
+        window, self._window = self._window, None
+        self._copy.start(self._message(trainer, window, outputs))
+        log_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._pending = When(self._started or 0, log_step - 1, trainer.current_epoch)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._arrive(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._arrive(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._arrive(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._telemetry is not None:
+            self._telemetry.release(pl_module)
+            self._telemetry = None
+
+    def _arrive(self, trainer: pl.Trainer) -> None:
+        when, self._pending = self._pending, None
+        if when is not None:
+            self._look(trainer, self._copy.wait(), when)

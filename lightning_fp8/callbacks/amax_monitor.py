@@ -1,0 +1,310 @@
+"""Every layer's numbers, in any logger: :class:`AmaxMonitor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+from lightning_fp8.callbacks._layers import LayerCallback, When
+from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
+from lightning_fp8.history import ThinnedHistory, capacity_for
+from lightning_fp8.recipes import ROLES, Cast, Recipe, get_recipe
+from lightning_fp8.report.colors import heat_map
+from lightning_fp8.statistics import SLOT_SIZE
+from lightning_fp8.telemetry import Readout, Telemetry, main_cast
+
+#: Layers of the history: powers of two.
+_AMAX, _HEADROOM = 0, 1
+
+
+class AmaxMonitor(LayerCallback):
+    """Logs amax, scale and headroom of every linear layer and role, FP8 or not.
+
+    The values of a step come to the host in one copy, a batch later. Names are those of Transformer Engine's debug
+    tools: ``fp8/<layer>/<role>/amax``; extremes over all layers are ``fp8/<role>/amax_max`` and
+    ``fp8/<role>/headroom_min``. *Headroom* is the number of powers of two between the scaled amax and the format's
+    largest value; below zero, values were clamped. TensorBoard gets histograms over the layers too, and heat maps of
+    layers x steps. Values are those of rank 0 (delayed scaling's scales are common to all).
+
+    The extra statistics of a cast (``underflows%``, ``overflows%``, ``mse``, ``sqnr`` in decibels, ``scale_inv_min``,
+    ``scale_inv_max``) cost a second cast of every operand. They run only in the steps chosen for them, in which
+    compiled code runs eagerly so that the operands can be seen; nothing is compiled again.
+
+    Args:
+        every_n_steps: optimizer steps between readings; ``None``: the Trainer's ``log_every_n_steps``.
+        layers: shell patterns on qualified names; ``None``: all layers.
+        statistics_every_n_steps: optimizer steps between the extra statistics, a multiple of ``every_n_steps``;
+            ``None``: never.
+        what_if: recipes whose statistics are told too, as ``fp8/<layer>/<role>/<recipe>/mse``, with scales from the
+            data at hand; for layers in high precision as well.
+        sample_rows: statistics compare about this many rows of an operand (its scale comes from all); ``None``: all.
+        start_step: first optimizer step that is looked at.
+        end_step: the step before which looking ends; ``None``: never.
+        per_layer: log a scalar for every layer and role, not just the extremes.
+        pictures: TensorBoard's histograms and heat maps.
+        history: readings kept in memory and in the checkpoint for the heat map, thinned as the run grows.
+
+    Raises:
+        ValueError: a number makes no sense, or ``what_if`` without steps for statistics.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        layers: Sequence[str] | str | None = None,
+        statistics_every_n_steps: int | None = None,
+        what_if: Sequence[Recipe | str] = (),
+        sample_rows: int | None = 4096,
+        start_step: int = 0,
+        end_step: int | None = None,
+        per_layer: bool = True,
+        pictures: bool = True,
+        history: int = 256,
+    ) -> None:
+        super().__init__()
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps is {every_n_steps}: give at least 1, or None for log_every_n_steps.")
+        if statistics_every_n_steps is not None and (
+            statistics_every_n_steps < 1 or statistics_every_n_steps % (every_n_steps or 1)
+        ):
+            raise ValueError(
+                f"statistics_every_n_steps is {statistics_every_n_steps}: give a multiple of every_n_steps "
+                f"({every_n_steps or 1}), or None for no extra statistics."
+            )
+        if what_if and statistics_every_n_steps is None:
+            raise ValueError("what_if needs steps in which to look: set statistics_every_n_steps.")
+        if history < 2:
+            raise ValueError(f"history is {history}: keep at least 2 readings.")
+        self.every_n_steps = every_n_steps
+        self.layers = layers
+        self.statistics_every_n_steps = statistics_every_n_steps
+        self.what_if = [get_recipe(recipe) for recipe in what_if]
+        self.sample_rows = sample_rows
+        self.start_step, self.end_step = start_step, end_step
+        self.per_layer, self.pictures = per_layer, pictures
+        self.history_capacity = history
+        self.history: ThinnedHistory | None = None
+        self.last: dict[str, float] = {}
+        self._names: list[str] = []
+        self._rows: list[int] = []
+        self._statistics: OperandStatistics | None = None
+        self._statistics_of: int | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
+        self._rows = telemetry.select(self.layers)
+        self._names = [telemetry.names[row] for row in self._rows]
+        shape = (len(self._rows), len(ROLES), 2)
+        if self.history is None or self.history.shape != shape:
+            self.history = ThinnedHistory(shape, capacity_for(shape, self.history_capacity))
+        self._statistics_of = None
+        if self.statistics_every_n_steps is not None:
+            self._statistics = OperandStatistics(telemetry, self._rows, self.what_if, self.sample_rows)
+        if self._loaded is not None:
+            self._load(self._loaded)
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        interval = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self._chosen(trainer.global_step, interval) or self._wants_statistics(trainer.global_step)
+
+    def _chosen(self, step: int, interval: int | None) -> bool:
+        if not interval or step < self.start_step or (self.end_step is not None and step >= self.end_step):
+            return False
+        return (step - self.start_step) % interval == 0
+
+    def _wants_statistics(self, step: int) -> bool:
+        return self._chosen(step, self.statistics_every_n_steps)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        step = trainer.global_step
+        # Of accumulated batches the first is looked at.
+        if self._statistics is not None and step != self._statistics_of and self._wants_statistics(step):
+            self._statistics_of = step
+            self._statistics.begin()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._statistics is not None:
+            self._statistics.end()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._statistics is not None:
+            self._statistics.end()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
+        if self._statistics is None or self._statistics_of != self._started:
+            return window.flatten()
+        return torch.cat((window.flatten(), self._statistics.values.flatten()))
+
+    def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:
+        telemetry = self.telemetry
+        size = len(telemetry.names) * len(ROLES) * SLOT_SIZE
+        data = message[:size].view(len(telemetry.names), len(ROLES), SLOT_SIZE)
+        readout = Readout(*(part[self._rows] for part in telemetry.readout(data)))
+        if self.history is not None:
+            self.history.append(when.step, torch.stack((torch.log2(_seen(readout.amax)), readout.headroom), -1))
+        if not trainer.loggers or not trainer.is_global_zero:
+            return
+        scalars = _extremes(readout)
+        if self.per_layer:
+            scalars |= _scalars(self._names, readout)
+            if message.numel() > size and self._statistics is not None:
+                scalars |= self._statistics.scalars(message[size:])
+        self.last = scalars
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=when.log_step)
+            if self.pictures and isinstance(logger, TensorBoardLogger):
+                self._draw(logger.experiment, readout, when.log_step)
+
+    def _draw(self, writer: Any, readout: Readout, step: int) -> None:
+        for column, role in enumerate(ROLES):
+            for name, values in (("amax_log2", torch.log2(_seen(readout.amax))), ("headroom", readout.headroom)):
+                values = values[:, column]
+                if values.isfinite().any():
+                    writer.add_histogram(f"fp8/{role}/{name}", values[values.isfinite()], step)
+            if self.history is not None and len(self.history):
+                maps = self.history.values[:, :, column]
+                for name, index in (("amax_log2", _AMAX), ("headroom", _HEADROOM)):
+                    finite = maps[..., index][maps[..., index].isfinite()]
+                    if finite.numel():
+                        low, high = (0.0, 16.0) if index == _HEADROOM else (float(finite.min()), float(finite.max()))
+                        picture = heat_map(maps[..., index], low, high)
+                        writer.add_image(f"fp8/{role}/{name}", picture.numpy(), step, dataformats="HWC")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._statistics is not None:
+            self._statistics.end()
+            self._statistics = None
+        super().teardown(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.history is None:
+            return self._loaded or {}
+        return {"names": list(self._names), "history": self.history.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict or None
+        if self._loaded is not None and self._telemetry is not None:
+            self._load(self._loaded)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        # The history of other layers would stand in the wrong rows.
+        if self.history is not None and state["names"] == self._names:
+            self.history.load_state_dict(state["history"])
+        self._loaded = None
+
+
+class OperandStatistics:
+    """Casts the operands of layers a second time while a step runs, and notes what that does to them.
+
+    Args:
+        telemetry: the layers, and the scales that their casts take.
+        rows: which of them.
+        what_if: further recipes, with scales from the data.
+        sample_rows: rows of an operand that are compared; ``None``: all.
+
+    Attributes:
+        values: fp32 ``[rows, 3, 1 + recipes, 6]`` on the device, NaN where not seen; in the order of
+            :data:`~lightning_fp8.cast_statistics.STATISTICS`, the layer's own recipe first.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry, rows: Sequence[int], what_if: Sequence[Recipe], sample_rows: int | None
+    ) -> None:
+        self._telemetry, self._rows, self._what_if, self._sample_rows = telemetry, list(rows), what_if, sample_rows
+        shape = (len(rows), len(ROLES), 1 + len(what_if), len(STATISTICS))
+        self.values = torch.full(shape, torch.nan, device=telemetry.device)
+        self._stack: ExitStack | None = None
+
+    def begin(self) -> None:
+        """Look from here on. Compiled code runs eagerly, for hooks do not reach into it."""
+        self.end()
+        self.values.fill_(torch.nan)
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for index, row in enumerate(self._rows):
+            layer = self._telemetry.layers[self._telemetry.names[row]]
+            handle = layer.register_forward_hook(self._hook(index), with_kwargs=True)
+            self._stack.callback(handle.remove)
+
+    def end(self) -> None:
+        """Look no longer."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _hook(self, index: int) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if not layer.training:
+                return
+            self._note(index, 0, args[0] if args else kwargs["input"])
+            self._note(index, 1, layer.weight)  # type: ignore[arg-type]
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._note(index, 2, gradient))
+
+        return hook
+
+    def _note(self, index: int, column: int, x: Tensor) -> None:
+        row, role = self._rows[index], ROLES[column]
+        if x.is_nested or not x.numel():
+            return
+        recipe = self._telemetry.recipes[row]
+        casts: list[Cast | None] = [main_cast(recipe, role), *(main_cast(other, role) for other in self._what_if)]
+        for place, cast in enumerate(casts):
+            if cast is None or not fits(x.shape[-1], cast):
+                continue
+            stored = place == 0 and recipe is not None and recipe.source != "data"
+            slot = self._telemetry.slot(row, role) if stored else None
+            self.values[index, column, place] = cast_statistics(x, cast, slot, self._sample_rows)
+
+    def scalars(self, values: Tensor) -> dict[str, float]:
+        """Names and values of what :attr:`values` held, copied to the CPU and flattened."""
+        scalars = {}
+        table = values.view(self.values.shape).tolist()
+        for index, row in enumerate(self._rows):
+            for column, role in enumerate(ROLES):
+                for place, prefix in enumerate(["", *(f"{recipe.name}/" for recipe in self._what_if)]):
+                    for name, value in zip(STATISTICS, table[index][column][place], strict=True):
+                        if value == value:
+                            scalars[f"fp8/{self._telemetry.names[row]}/{role}/{prefix}{name}"] = value
+        return scalars
+
+
+def _seen(amax: Tensor) -> Tensor:
+    """Amaxes; NaN where the operand was not seen, Inf where it was not finite."""
+    return torch.where(amax < 0, torch.nan, torch.where(amax.isfinite(), amax, torch.inf))
+
+
+def _extremes(readout: Readout) -> dict[str, float]:
+    scalars = {}
+    for column, role in enumerate(ROLES):
+        amax, headroom = readout.amax[:, column], readout.headroom[:, column]
+        if amax.numel() and not (amax < 0).all():
+            scalars[f"fp8/{role}/amax_max"] = float(amax.max())
+        if not headroom.isnan().all():
+            scalars[f"fp8/{role}/headroom_min"] = float(headroom.nan_to_num(torch.inf, torch.inf).min())
+    return scalars
+
+
+def _scalars(names: Sequence[str], readout: Readout) -> dict[str, float]:
+    scalars = {}
+    for statistic, part in zip(Readout._fields, readout, strict=True):
+        for name, row in zip(names, part.tolist(), strict=True):
+            for role, value in zip(ROLES, row, strict=True):
+                # NaN: there is none; but an amax that is NaN is one.
+                if value == value if statistic != "amax" else not value < 0:
+                    scalars[f"fp8/{name}/{role}/{statistic}"] = value
+    return scalars
