@@ -24,7 +24,7 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from lightning_fp8.formats import E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
@@ -82,13 +82,21 @@ class Cast:
     power_of_two: bool = False
     margin: float = 0.0
     max_scale: float = MAX_SCALE
+    _text: str = field(init=False, repr=False, compare=False)
 
     @property
     def multiple(self) -> int:
         """What both sizes of the operand must be multiples of."""
         return SIZE_MULTIPLE[self.granularity]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_text", self._describe())
+
     def __str__(self) -> str:
+        # Made beforehand: under dynamic=True a compiler sees symbols in place of floats, and cannot write them out.
+        return self._text
+
+    def _describe(self) -> str:
         parts = [self.format.name, self.granularity]
         if self.power_of_two:
             parts.append("pow2")
