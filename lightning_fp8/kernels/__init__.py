@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_fp8.kernels import gemm, reference
 from lightning_fp8.kernels.capability import has_fast_casts
-from lightning_fp8.kernels.layout import empty_decode_scale
+from lightning_fp8.kernels.layout import empty_decode_scale, lay_out
 from lightning_fp8.recipes import Cast
 
 
@@ -23,7 +23,8 @@ def cast(
         from lightning_fp8.kernels import triton_cast
 
         return triton_cast.cast(x, straight, transposed, slot, stored)
-    return reference.cast(x, straight, transposed, slot, stored)
+    codes, decode, codes_t, decode_t = reference.cast(x, straight, transposed, slot, stored)
+    return codes, lay_out(decode, straight), codes_t, lay_out(decode_t, transposed)
 
 
 def scaled_mm(

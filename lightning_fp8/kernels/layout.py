@@ -20,3 +20,8 @@ def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Ten
     if cast.granularity == "1x128":
         return like.new_empty_strided(shape, (1, rows), dtype=torch.float32)
     return like.new_empty(shape, dtype=torch.float32)
+
+
+def lay_out(decode: Tensor, cast: Cast | None) -> Tensor:
+    """Contiguous decode scales in the layout of :func:`empty_decode_scale`."""
+    return decode.t().contiguous().t() if cast is not None and cast.granularity == "1x128" else decode

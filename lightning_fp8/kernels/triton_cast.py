@@ -167,15 +167,20 @@ def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None) -> O
 
 
 def cast_blocks_128(
-    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor | None
+    x: Tensor,
+    padded: int,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor | None,
+    tile: Tile = BLOCK_TILE,
 ) -> Operands:
-    """1x128 and 128x128, in one pass."""
+    """1x128 and 128x128, in one pass; the tile is 128 x 128."""
     rows, columns = x.shape
     out = _empty_operands(x, padded, straight, transposed)
-    triton_block.cast_blocks_128[_grid(padded, columns, BLOCK_TILE)](
+    triton_block.cast_blocks_128[_grid(padded, columns, tile)](
         x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
         _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
-        _rule(transposed), slot is not None, rows == padded, num_warps=BLOCK_TILE.warps,
+        _rule(transposed), slot is not None, rows == padded, num_warps=tile.warps,
     )  # fmt: skip
     return out
 

@@ -194,7 +194,8 @@ def cast_from_amaxes(
     """Scales from amaxes that a first pass has left.
 
     ``STRAIGHT`` and ``TRANSPOSED`` are ``ABSENT``, ``TENSOR`` or ``ROWS``. The tensor's amax is the largest of the
-    first ``count <= COUNT`` words of ``amaxes``; those of rows and columns lie where ``amax_rows_and_columns`` puts them.
+    first ``count`` words of ``amaxes``, ``COUNT`` at most; those of rows and columns lie where
+    ``amax_rows_and_columns`` puts them.
     """
     row_tile, column_tile = tile_position(tl.cdiv(padded, R), tl.cdiv(columns, C), group)
     row = row_tile * R
