@@ -34,8 +34,8 @@ def to_float8(
     # All states first: where one cannot be made, nothing has changed.
     states = [make_state(index, layers[name]) for index, name in enumerate(names)]
     for name, state in zip(names, states, strict=True):
-        layer = layers[name]
-        layer.fp8 = state  # type: ignore[assignment]
+        layer: Any = layers[name]
+        layer.fp8 = state
         if is_lazy(layer.weight):
             layer.register_forward_pre_hook(_convert_when_materialized)
         else:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8 import kernels
 from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.reference import round_up, row_multiple
-from lightning_fp8.recipes import ROLES, Cast, OperandCasts, Recipe
+from lightning_fp8.recipes import Cast, OperandCasts, Recipe
 from lightning_fp8.statistics import AMAX
 
 #: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
@@ -44,7 +44,7 @@ class LinearCasts:
     @staticmethod
     def of(recipe: Recipe, stored: bool, gemm: GemmLibrary = "torch") -> LinearCasts:
         """The casts of ``recipe``."""
-        return LinearCasts(*(recipe.casts[role] for role in ROLES), stored, gemm)
+        return LinearCasts(recipe.casts["input"], recipe.casts["weight"], recipe.casts["grad_output"], stored, gemm)
 
 
 # --- cast ------------------------------------------------------------------------------------------------------------

@@ -67,6 +67,13 @@ class Runtime:
         """
         self.scaling.step(group)
 
+    def share_amaxes(self, group: dist.ProcessGroup | None = None) -> None:
+        """Give every rank the window's largest amaxes of all; every rank of ``group`` must call."""
+        self.scaling.share_amaxes(group)
+
+    def weights_changed(self) -> None:
+        """An optimizer step has completed: what was cast from the weights before is void."""
+
     def discard(self, rejected: Tensor | bool = True) -> None:
         """Forget what the running step left in the scale state, if ``rejected`` (a bool tensor costs no host read)."""
         self.scaling.discard(rejected)

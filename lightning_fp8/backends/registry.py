@@ -7,9 +7,12 @@ import torch
 from lightning_fp8.backends.base import Backend, Support
 from lightning_fp8.backends.native import NativeBackend
 from lightning_fp8.backends.torchao import TorchaoBackend
+from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
 from lightning_fp8.recipes import Recipe
 
-_CLASSES: dict[str, type[Backend]] = {cls.name: cls for cls in (NativeBackend, TorchaoBackend)}
+_CLASSES: dict[str, type[Backend]] = {
+    cls.name: cls for cls in (NativeBackend, TorchaoBackend, TransformerEngineBackend)
+}
 BACKEND_NAMES: tuple[str, ...] = ("auto", *_CLASSES)
 
 

@@ -127,7 +127,11 @@ class Float8Product:
             emulate=emulate,
             round_scales_to_power_of_2=_power_of_two(recipe),
         )
-        gemms = (self.config.gemm_config_output, self.config.gemm_config_grad_input, self.config.gemm_config_grad_weight)
+        gemms = (
+            self.config.gemm_config_output,
+            self.config.gemm_config_grad_input,
+            self.config.gemm_config_grad_weight,
+        )
         self.products = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -164,9 +168,7 @@ class MXProduct:
             else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA)
         )
         # RCEIL rounds the shared scale up, as this package's recipe does.
-        return mx_mm.apply(
-            x, weight.to(x.dtype), e4m3, e4m3, e4m3, 32, *kernels, ScaleCalculationMode.RCEIL, False
-        )
+        return mx_mm.apply(x, weight.to(x.dtype), e4m3, e4m3, e4m3, 32, *kernels, ScaleCalculationMode.RCEIL, False)
 
 
 def _why_not_recipe(recipe: Recipe) -> str | None:
