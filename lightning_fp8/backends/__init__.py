@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
+from lightning_fp8.backends.native import NativeBackend
 from lightning_fp8.backends.registry import BACKEND_NAMES, check_support, get_backend
+from lightning_fp8.backends.torchao import TorchaoBackend
+from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
 
-__all__ = ["BACKEND_NAMES", "Backend", "Runtime", "Support", "check_support", "get_backend"]
+__all__ = [
+    "BACKEND_NAMES",
+    "Backend",
+    "NativeBackend",
+    "Runtime",
+    "Support",
+    "TorchaoBackend",
+    "TransformerEngineBackend",
+    "check_support",
+    "get_backend",
+]
