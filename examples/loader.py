@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -98,3 +99,19 @@ class ResumableLoader(DataLoader[Any]):
         """Begin the next iteration where the one that gave `state_dict` was, if it is of the same epoch."""
         self._loaded = dict(state_dict)
         self.set_epoch(state_dict["epoch"])
+
+
+def make_loader(
+    trainer: pl.Trainer | None, dataset: Dataset[Any], batch_size: int, *, train: bool, seed: int
+) -> ResumableLoader:
+    """This rank's loader: shuffled full batches for training, everything in its own order for evaluation.
+
+    Args:
+        trainer: Tells how its strategy shares data among ranks; None means a single process.
+        dataset: A dataset with a length.
+        batch_size: Samples per batch and rank.
+        train: Whether it is for training.
+        seed: Seed of the order.
+    """
+    shard = {} if trainer is None else getattr(trainer.strategy, "distributed_sampler_kwargs", {})
+    return ResumableLoader(dataset, batch_size, shuffle=train, drop_last=train, seed=seed, **shard)

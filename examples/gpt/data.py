@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from examples.loader import ResumableLoader
+from examples.loader import ResumableLoader, make_loader
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 """Folders of the standard library that distributions ship or leave out as they like."""
@@ -77,6 +78,10 @@ class TextWindows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return self._windows[index]
 
+    def digest(self) -> str:
+        """What identifies the text."""
+        return hashlib.sha256(self._windows.numpy().tobytes()).hexdigest()[:16]
+
     def split(self) -> tuple[list[int], list[int]]:
         """Indices of the windows for training and of those held out."""
         block = max(1, BLOCK_BYTES // self.length)
@@ -103,9 +108,9 @@ class TextData(pl.LightningDataModule):
     def __init__(
         self,
         path: str | None = None,
-        length: int = 256,
+        length: int = 128,
         batch_size: int = 16,
-        val_windows: int = 256,
+        val_windows: int = 128,
         max_bytes: int = 32_000_000,
         seed: int = 0,
     ) -> None:
@@ -130,24 +135,22 @@ class TextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         """All windows that are not held out, in a new order each epoch."""
-        return self._loader(self._split()[0], train=True)
+        windows = Subset(self._windows(), self._windows().split()[0])
+        return make_loader(self.trainer, windows, self.batch_size, train=True, seed=self.seed)
 
     def val_dataloader(self) -> ResumableLoader:
-        """Held-out windows, the same in each validation."""
-        held_out = self._split()[1]
+        """Held-out windows, the same in each validation.
+
+        Raises:
+            ValueError: If the text is too short to hold windows out.
+        """
+        held_out = self._windows().split()[1]
         if not held_out:
             raise ValueError("the text is too short to hold a part of it out for validation: use more text")
-        step = max(1, len(held_out) // self.val_windows)
-        return self._loader(held_out[::step][: self.val_windows], train=False)
+        chosen = held_out[:: max(1, len(held_out) // self.val_windows)][: self.val_windows]
+        windows = Subset(self._windows(), chosen)
+        return make_loader(self.trainer, windows, self.batch_size, train=False, seed=self.seed)
 
-    def _split(self) -> tuple[list[int], list[int]]:
+    def _windows(self) -> TextWindows:
         assert self.windows is not None, "setup() comes first"
-        return self.windows.split()
-
-    def _loader(self, indices: list[int], train: bool) -> ResumableLoader:
-        assert self.windows is not None
-        shard: dict[str, int] = {}
-        if self.trainer is not None:  # which part is this rank's, whatever the strategy
-            shard = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
-        subset = Subset(self.windows, indices)
-        return ResumableLoader(subset, self.batch_size, shuffle=train, drop_last=train, seed=self.seed, **shard)
+        return self.windows

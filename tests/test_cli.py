@@ -1,0 +1,182 @@
+"""The command line: classes of the working directory, recipes in both forms, and mistakes in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from examples.gpt.data import TextData
+from examples.gpt.model import GPT
+from lightning_fp8 import DelayedScaling, FP8Precision, RowwiseScaling
+from lightning_fp8.cli import FP8CLI, main, one_line
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run of two steps, in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 30)
+    content = {
+        "model": {
+            "class_path": "examples.gpt.model.GPT",
+            "init_args": {"width": 16, "layers": 1, "heads": 1, "length": 32},
+        },
+        "data": {
+            "class_path": "examples.gpt.data.TextData",
+            "init_args": {"path": "text", "length": 32, "batch_size": 2, "val_windows": 4},
+        },
+        "trainer": {
+            "plugins": {"class_path": "lightning_fp8.FP8Precision", "init_args": {"recipe": "delayed"}},
+            "accelerator": "cpu",
+            "max_steps": 2,
+            "limit_val_batches": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def recipe_of(cli: LightningCLI) -> object:
+    plugin = cli.trainer.precision_plugin
+    assert isinstance(plugin, FP8Precision)
+    return plugin.settings.recipe
+
+
+def test_fit_trains_and_says_what_ran_in_fp8(config: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["fit", "--config", config]) == 0
+    printed = capsys.readouterr().out
+    assert "4 of 5 linear layers" in printed and "blocks.0.qkv" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--trainer.plugins.recipe=rowwise"], RowwiseScaling),
+        (["--trainer.plugins.recipe=lightning_fp8.RowwiseScaling"], RowwiseScaling),
+        (
+            ["--trainer.plugins.recipe=lightning_fp8.DelayedScaling", "--trainer.plugins.recipe.margin=1"],
+            DelayedScaling,
+        ),
+    ],
+)
+def test_recipe_by_name_and_by_class(config: str, arguments: list[str], expected: type):
+    recipe = recipe_of(FP8CLI(["fit", "--config", config, *arguments]))
+    assert isinstance(recipe, expected)
+    if isinstance(recipe, DelayedScaling):
+        assert recipe.margin == 1
+
+
+def test_recipe_by_class_path_in_yaml(config: str, tmp_path: Path):
+    content = yaml.safe_load(Path(config).read_text())
+    arguments = {"amax_history_len": 16, "format": "e4m3"}
+    recipe = {"class_path": "lightning_fp8.DelayedScaling", "init_args": arguments}
+    content["trainer"]["plugins"] = [
+        {
+            "class_path": "lightning_fp8.FP8Precision",
+            "init_args": {
+                "recipe": recipe,
+                "layers": {"class_path": "lightning_fp8.LayerSelection", "init_args": {"exclude": ["*.down"]}},
+            },
+        }
+    ]
+    Path(config).write_text(yaml.safe_dump(content))
+    cli = FP8CLI(["fit", "--config", config])
+    found = recipe_of(cli)
+    assert isinstance(found, DelayedScaling) and found.amax_history_len == 16 and found.format == "e4m3"
+    assert len(cli.trainer.precision_plugin.conversions[0].converted) == 3
+
+
+def test_without_fp8_nothing_is_said_about_it(config: str, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--trainer.plugins=null", "--trainer.precision=bf16-mixed"]
+    assert main(["fit", "--config", config, *arguments]) == 0
+    assert "FP8" not in capsys.readouterr().out
+
+
+MISTAKES = {
+    "--trainer.max_steps=soon": "trainer.max_steps: expected int, got soon",
+    "--model.width=wide": "model.width: expected int, got wide",
+    "--model.width=17": "width must be a multiple of 16",
+    "--model.wdth=16": "model: examples.gpt.model.GPT: Option 'wdth' is not accepted",
+    "--model=nowhere.Model": "model: nowhere.Model: No module named 'nowhere'",
+    "--data.path=nothing": "no text at nothing",
+    "--trainer.plugins=nowhere.Plugin": "trainer.plugins: nowhere.Plugin: No module named 'nowhere'",
+    "--trainer.plugins.recipe=fastest": "fastest",
+    "--trainer.plugins.backend=magic": "magic",
+    "--trainer.plugins.precision=fp7": "fp7",
+    "--trainer.plugins.recipe={class_path: lightning_fp8.DelayedScaling, init_args: {amax_history_len: 0}}": (
+        "amax_history_len must be at least 1"
+    ),
+    "--trainer.plugins.recipe={class_path: lightning_fp8.DelayedScaling, init_args: {margn: 1}}": "'margn'",
+    "--trainer.precision=bf16-mixed": "precision",
+    "--nonsense=1": "unrecognized arguments: --nonsense=1",
+    "--config=nothing.yaml": "nothing.yaml",
+}
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_a_mistake_gives_one_line(argument: str, config: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["fit", "--config", config, argument])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if not line.startswith("Seed set to")]
+    assert len(lines) == 1 and lines[0].startswith("lightning-fp8: error: ")
+    assert MISTAKES[argument] in lines[0]
+    assert len(lines[0]) < 500
+
+
+def test_one_line_leaves_an_unknown_form_readable():
+    assert one_line("something\n  went wrong") == "something; went wrong"
+
+
+def test_the_command_finds_classes_in_the_working_directory(config: str, tmp_path: Path):
+    """A console script does not have the working directory on its path; `python -c` from elsewhere neither."""
+    (tmp_path / "mine.py").write_text("from examples.gpt.model import GPT\n\n\nclass Mine(GPT):\n    pass\n")
+    script = tmp_path / "bin" / "command"
+    script.parent.mkdir()
+    # the examples are not installed: they stand for any package that is
+    script.write_text(f"import sys\nsys.path.append({str(ROOT)!r})\nfrom lightning_fp8.cli import main\nmain()\n")
+    model = "--model={class_path: mine.Mine, init_args: {width: 16, layers: 1, heads: 1, length: 32}}"
+    arguments = ["fit", "--config", config, model, "--trainer.max_steps=1"]
+    result = subprocess.run(
+        [sys.executable, "-P", str(script), *arguments] if sys.version_info >= (3, 11) else
+        [sys.executable, str(script), *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "linear layers" in result.stdout
+
+
+def test_the_plugin_works_in_a_users_own_command(config: str):
+    torch.manual_seed(0)
+    recipe = "--trainer.plugins.recipe={class_path: lightning_fp8.RowwiseScaling, init_args: {power_of_two: false}}"
+    arguments = [
+        "--trainer.plugins=lightning_fp8.FP8Precision",
+        recipe,
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+        "--trainer.fast_dev_run=1",
+        "--model.width=16",
+        "--model.heads=1",
+        "--data.path=text",
+    ]
+    cli = LightningCLI(GPT, TextData, args=["fit", *arguments])
+    found = recipe_of(cli)
+    assert isinstance(found, RowwiseScaling) and not found.power_of_two
+    assert cli.trainer.global_step == 1
