@@ -48,16 +48,16 @@ class Telemetry:
         names: of the layers, in the order of registration in each table, FP8 layers first.
         recipes: of each layer; ``None`` in high precision.
         layers: the modules, by name.
-        positions: place of each layer in the execution of a forward, as far as it was seen.
+        conversions: those of the model and of modules inside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-        self._conversions: list[Conversion] = []
+        self.conversions: list[Conversion] = []
         self.names: list[str] = []
         self.recipes: list[Recipe | None] = []
         for prefix, conversion in _named_conversions(model):
-            self._conversions.append(conversion)
+            self.conversions.append(conversion)
             self.names += [_join(prefix, name) for name in conversion.runtime.table.names]
             self.recipes += [conversion.recipe] * len(conversion.runtime.table.names)
         taken = set(self.names)
@@ -102,12 +102,12 @@ class Telemetry:
 
     def read(self) -> Tensor:
         """A copy of all tables, fp32 ``[layers, 3, 4]``, on the device; columns as in :mod:`.statistics`."""
-        tables = [conversion.runtime.table for conversion in self._conversions] + [self._watch.table]
+        tables = [conversion.runtime.table for conversion in self.conversions] + [self._watch.table]
         return torch.cat([table.data.to(self.device, non_blocking=True) for table in tables])
 
     def slot(self, row: int, role: Role) -> Tensor:
         """A copy of one layer's and role's statistics, fp32 ``[4]``, on the layer's device."""
-        for conversion in self._conversions:
+        for conversion in self.conversions:
             table = conversion.runtime.table
             if row < len(table.names):
                 return table.data[row, ROLES.index(role)].clone()
@@ -197,6 +197,18 @@ def readout(data: Tensor, recipes: list[Recipe | None], amax_column: int = AMAX)
             scale[rows, column] = torch.where(own < 0, torch.nan, used)
             headroom[rows, column] = torch.where(own > 0, torch.log2(cast.format.max / (own * used)), torch.nan)
     return Readout(amax, scale, headroom)
+
+
+def history_entry(readout: Readout) -> Tensor:
+    """What a history keeps of a readout: log2(amax) and headroom, fp32 ``[layers, 3, 2]``.
+
+    NaN where there is nothing to tell, Inf where the operand was not finite. An amax of zero counts as the smallest
+    there is in fp32.
+    """
+    bad = ~readout.amax.isfinite()
+    amax = torch.where(readout.amax < 0, torch.nan, torch.log2(readout.amax.clamp(min=2.0**-149)))
+    in_fp8 = ~readout.scale.isnan()
+    return torch.stack((torch.where(bad, torch.inf, amax), torch.where(bad & in_fp8, torch.inf, readout.headroom)), -1)
 
 
 class ExecutionOrder:

@@ -15,11 +15,11 @@ from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.history import ThinnedHistory, capacity_for
 from lightning_fp8.recipes import ROLES, Cast, Recipe, get_recipe
-from lightning_fp8.report.colors import heat_map
+from lightning_fp8.report.colors import color_range, heat_map
 from lightning_fp8.statistics import SLOT_SIZE
-from lightning_fp8.telemetry import Readout, Telemetry, main_cast
+from lightning_fp8.telemetry import Readout, Telemetry, history_entry, main_cast
 
-#: Layers of the history: powers of two.
+#: Places in an entry of the history.
 _AMAX, _HEADROOM = 0, 1
 
 
@@ -155,7 +155,7 @@ class AmaxMonitor(LayerCallback):
         data = message[:size].view(len(telemetry.names), len(ROLES), SLOT_SIZE)
         readout = Readout(*(part[self._rows] for part in telemetry.readout(data)))
         if self.history is not None:
-            self.history.append(when.step, torch.stack((torch.log2(_seen(readout.amax)), readout.headroom), -1))
+            self.history.append(when.step, history_entry(readout))
         if not trainer.loggers or not trainer.is_global_zero:
             return
         scalars = _extremes(readout)
@@ -170,9 +170,10 @@ class AmaxMonitor(LayerCallback):
                 self._draw(logger.experiment, readout, when.log_step)
 
     def _draw(self, writer: Any, readout: Readout, step: int) -> None:
+        entry = history_entry(readout)
         for column, role in enumerate(ROLES):
-            for name, values in (("amax_log2", torch.log2(_seen(readout.amax))), ("headroom", readout.headroom)):
-                values = values[:, column]
+            for name, index in (("amax_log2", _AMAX), ("headroom", _HEADROOM)):
+                values = entry[:, column, index]
                 if values.isfinite().any():
                     writer.add_histogram(f"fp8/{role}/{name}", values[values.isfinite()], step)
             if self.history is not None and len(self.history):
@@ -180,8 +181,7 @@ class AmaxMonitor(LayerCallback):
                 for name, index in (("amax_log2", _AMAX), ("headroom", _HEADROOM)):
                     finite = maps[..., index][maps[..., index].isfinite()]
                     if finite.numel():
-                        low, high = (0.0, 16.0) if index == _HEADROOM else (float(finite.min()), float(finite.max()))
-                        picture = heat_map(maps[..., index], low, high)
+                        picture = heat_map(maps[..., index], *color_range(finite, index == _HEADROOM))
                         writer.add_image(f"fp8/{role}/{name}", picture.numpy(), step, dataformats="HWC")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -281,11 +281,6 @@ class OperandStatistics:
                         if value == value:
                             scalars[f"fp8/{self._telemetry.names[row]}/{role}/{prefix}{name}"] = value
         return scalars
-
-
-def _seen(amax: Tensor) -> Tensor:
-    """Amaxes; NaN where the operand was not seen, Inf where it was not finite."""
-    return torch.where(amax < 0, torch.nan, torch.where(amax.isfinite(), amax, torch.inf))
 
 
 def _extremes(readout: Readout) -> dict[str, float]:

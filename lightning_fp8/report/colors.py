@@ -9,7 +9,7 @@ from torch import Tensor
 #: "cividis", Nuñez et al. 2018).
 SCALE = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 183, 102), (254, 232, 56))
 #: Where there is no value.
-MISSING = (128, 128, 128)
+MISSING = (255, 255, 255)
 #: NaN and Inf, and what was clamped.
 ALARM = (214, 39, 40)
 
@@ -43,3 +43,16 @@ def heat_map(values: Tensor, low: float, high: float, max_height: int = 512) -> 
     """
     zoom = max(1, max_height // max(values.shape[1], 1))
     return colorize(values.t(), low, high).repeat_interleave(min(zoom, 8), 0).repeat_interleave(min(zoom, 8), 1)
+
+
+def color_range(finite: Tensor, headroom: bool) -> tuple[float, float]:
+    """Which values get the darkest and the lightest colour.
+
+    Args:
+        finite: what is shown, at least one value, none of them NaN or Inf; powers of two.
+        headroom: begin at zero, where danger begins, and leave out of sight what is far from it.
+    """
+    low, high = float(finite.min()), float(finite.max())
+    if headroom:
+        low, high = min(0.0, low), min(high, 24.0)
+    return low, max(high, low + 1)

@@ -1,0 +1,223 @@
+"""``lightning-fp8 inspect CHECKPOINT``: what a checkpoint tells of its FP8 layers, without the model's code."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.health import HealthEvent
+from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
+from lightning_fp8.statistics import AMAX, LAST_AMAX
+from lightning_fp8.telemetry import main_cast, readout
+
+#: Where FP8 state lies in a checkpoint of the Trainer's.
+_KEY = "lightning_fp8"
+#: Headroom, in powers of two, below which values were clamped; a scale's own rounding takes a little.
+_CLAMPED = -(2.0**-6)
+#: The last amax is at risk of outgrowing its scale at this factor over the median of its history.
+_GROWING = 3.0
+#: Powers of two that the last amax may lie below the largest one that its scale follows, before small values vanish.
+_STALE = 8.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operand in a checkpoint; NaN where it tells nothing.
+
+    Attributes:
+        layer: qualified name.
+        role: input, weight or grad_output.
+        amax: of the last step that saw it.
+        scale: with which it will be cast.
+        headroom: powers of two up to the format's largest value.
+        risks: why the layer is at risk; empty: it is not.
+    """
+
+    layer: str
+    role: str
+    amax: float
+    scale: float
+    headroom: float
+    risks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint tells.
+
+    Attributes:
+        step: optimizer steps done; ``None`` where the checkpoint doesn't say.
+        recipes: of each conversion, with its backend.
+        rows: the operands; those at risk first, then by headroom.
+        events: the last ones that a health monitor saw.
+        notes: what could not be told.
+    """
+
+    step: int | None
+    recipes: list[str]
+    rows: list[Row]
+    events: list[HealthEvent]
+    notes: list[str]
+
+    def text(self, limit: int | None = None) -> str:
+        """For people; at most ``limit`` operands."""
+        head = [f"step {self.step}"] if self.step is not None else []
+        lines = [*head, *self.recipes, *self.notes]
+        at_risk = [row for row in self.rows if row.risks]
+        if self.rows:
+            lines.append(f"{len(at_risk)} of {len(self.rows)} operands are at risk")
+            rows = self.rows[:limit]
+            cells = [("layer", "role", "amax", "scale", "headroom", "risk")]
+            cells += [
+                (r.layer, r.role, _number(r.amax), _number(r.scale), _number(r.headroom), "; ".join(r.risks))
+                for r in rows
+            ]
+            widths = [max(len(row[column]) for row in cells) for column in range(5)]
+            lines.append("")
+            for row in cells:
+                left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
+                right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:5], widths[2:], strict=True))
+                lines.append(f"{left}  {right}  {row[5]}".rstrip())
+            if len(rows) < len(self.rows):
+                lines.append(f"... and {len(self.rows) - len(rows)} more: --all shows them")
+        if self.events:
+            lines += ["", "events:", *(event.message() for event in self.events)]
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(path: str | Path) -> Inspection:
+    """Read a checkpoint: a file, or the directory of a distributed one.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be read, or is no checkpoint of Lightning's.
+    """
+    checkpoint = _load(Path(path))
+    rows: list[Row] = []
+    recipes: list[str] = []
+    notes: list[str] = []
+    state = checkpoint.get(_KEY) or {}
+    for conversion in state.get("conversions", []):
+        runtime = conversion["runtime"]
+        if "recipe" not in runtime or "table" not in runtime:
+            notes.append(f"the {conversion['backend']} backend's state holds no statistics that could be shown")
+            continue
+        recipe = get_recipe(runtime["recipe"])
+        recipes.append(f"{recipe!r}, {conversion['backend']} backend, {len(conversion['layers'])} layers")
+        rows += _rows_of(recipe, runtime)
+    if not state:
+        notes.append("no FP8 state: shown is how the weights would fare under one scale a tensor (e4m3)")
+        rows = _rows_of_weights(checkpoint.get("state_dict", {}))
+    events = [
+        HealthEvent.from_dict(values)
+        for callback in checkpoint.get("callbacks", {}).values()
+        if isinstance(callback, Mapping) and "health" in callback
+        for values in callback.get("events", [])[-20:]
+    ]
+    rows.sort(key=lambda row: (not row.risks, row.headroom if row.headroom == row.headroom else math.inf))
+    return Inspection(checkpoint.get("global_step"), recipes, rows, events, notes)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the subcommand.
+
+    Args:
+        args: words after ``inspect``; ``None`` takes them from the command line.
+
+    Returns:
+        0; 1 where the checkpoint cannot be read.
+    """
+    parser = argparse.ArgumentParser("lightning-fp8 inspect", description="Scales, headroom and layers at risk.")
+    parser.add_argument("checkpoint", help="a checkpoint file, or the directory of a distributed checkpoint")
+    parser.add_argument("--all", action="store_true", help="show every operand, not just the first 40")
+    parsed = parser.parse_args(args)
+    try:
+        inspection = inspect_checkpoint(parsed.checkpoint)
+    except (FileNotFoundError, ValueError) as error:
+        parser.exit(1, f"lightning-fp8 inspect: {error}\n")
+    print(inspection.text(None if parsed.all else 40))
+    return 0
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        path = path / "meta.pt"  # What is not sharded in a distributed checkpoint of Lightning's.
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds, with pages of advice.
+        raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(checkpoint, Mapping) or not {"state_dict", _KEY, "loops"} & set(checkpoint):
+        raise ValueError(f"{path} is no checkpoint of Lightning's.")
+    return checkpoint
+
+
+def _rows_of(recipe: Recipe, runtime: Mapping[str, Any]) -> list[Row]:
+    names, data = runtime["table"]["names"], runtime["table"]["data"].clone()
+    # Where a step was done and the scales have not moved yet, its amaxes are still in the window.
+    data[..., LAST_AMAX] = torch.where(data[..., AMAX] < 0, data[..., LAST_AMAX], data[..., AMAX])
+    told = readout(data, [recipe] * len(names), LAST_AMAX)
+    history: Tensor | None = runtime.get("history")
+    rows = []
+    for index, name in enumerate(names):
+        for column, role in enumerate(ROLES):
+            amax, scale, headroom = (float(part[index, column]) for part in told)
+            past = history[index, column] if history is not None else torch.zeros(1)
+            risks = _risks(recipe, role, amax, scale, headroom, past[past > 0])
+            rows.append(Row(name, role, amax if not amax < 0 else math.nan, scale, headroom, risks))
+    return rows
+
+
+def _risks(recipe: Recipe, role: Role, amax: float, scale: float, headroom: float, past: Tensor) -> tuple[str, ...]:
+    """Why an operand is at risk; ``past`` are its earlier amaxes, fp32 ``[n]``."""
+    if amax < 0:
+        return ("never seen",)
+    if not math.isfinite(amax):
+        return ("NaN or Inf in the last step",)
+    risks = []
+    if role == "grad_output" and amax == 0:
+        risks.append("the whole gradient is zero")
+    if headroom < _CLAMPED:
+        risks.append("clamped in the last step")
+    cast = main_cast(recipe, role)
+    if cast is not None and scale >= cast.max_scale:
+        risks.append("the scale stands at its cap")
+    if past.numel():
+        median, largest = float(past.median()), float(past.max())
+        if amax > _GROWING * median:
+            risks.append(f"amax is {amax / median:.3g} times its median")
+        if 0 < amax < largest * 2**-_STALE:
+            risks.append("the scale follows an amax long past, small values may vanish")
+    return tuple(risks)
+
+
+def _rows_of_weights(state_dict: Mapping[str, Any]) -> list[Row]:
+    """Matrices only; their spread tells what one scale a tensor would lose."""
+    rows = []
+    for name, weight in state_dict.items():
+        if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and weight.numel()):
+            continue
+        magnitudes = weight.abs().float()
+        amax = float(magnitudes.max())
+        scale = 448.0 / amax if amax and math.isfinite(amax) else math.nan
+        risks: list[str] = []
+        if not math.isfinite(amax):
+            risks.append("NaN or Inf")
+        else:
+            lost = float(((magnitudes * scale < 2.0**-10) & (magnitudes > 0)).float().mean())
+            if lost > 0.01:
+                risks.append(f"{lost:.1%} of the values would vanish")
+        rows.append(Row(name.removesuffix(".weight"), "weight", amax, scale, math.nan, tuple(risks)))
+    return rows
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"
