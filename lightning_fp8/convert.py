@@ -6,6 +6,7 @@ reference that anybody holds to the module or its parameters stay what they were
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,12 @@ def _convert_when_materialized(layer: nn.Module, args: Any) -> None:
     for key in [k for k, hook in hooks.items() if hook is _convert_when_materialized]:
         del hooks[key]
     state: Float8State = layer.__dict__["fp8"]
-    if why_not_weight(layer.weight, state.scaling.recipe) is None:
-        layer.__class__ = Float8Linear
+    against = why_not_weight(layer.weight, state.scaling.recipe)
+    if against is None:
+        layer.__class__ = state.layer_class
         state.follow(layer.weight)
+    else:
+        warnings.warn(f"The lazy layer {state.name!r} stays in high precision: {against}.", stacklevel=2)
 
 
 def _forbid_fast_path(layer: nn.Module, args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,11 +102,13 @@ class Float8Linear(nn.Linear):
             # Only shapes are wanted, or the input is a mistake: torch's own error says which, and nothing is recorded.
             return F.linear(input, self.weight, self.bias)
         autocast = torch.is_autocast_enabled(device_type)
-        if not fp8.enabled or (fp8.autocast_only and not autocast) or input.is_nested:
+        if not fp8.enabled or (fp8.autocast_only and not autocast):
             if self.training:
                 # Whoever watches the layers must not go blind where one leaves FP8.
                 return watched_linear(input, self.weight, self.bias, fp8.slots)
             return F.linear(input, self.weight, self.bias)
+        if input.is_nested:
+            return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
         y = self.multiply(input.reshape(-1, self.in_features), out_dtype)
         return y.view(*input.shape[:-1], self.out_features)
@@ -129,3 +132,16 @@ class Float8Linear(nn.Linear):
         super()._apply(fn, recurse)
         self.fp8.follow(self.weight)
         return self
+
+
+def _map_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply ``function`` to all rows of a nested tensor at once.
+
+    ``nn.TransformerEncoder`` makes nested tensors of padded batches in evaluation.
+    """
+    if x.layout == torch.jagged:
+        return torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets(), x.lengths())
+    parts = x.unbind()
+    rows = function(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
+    results = rows.split([part.shape[:-1].numel() for part in parts])
+    return torch.nested.as_nested_tensor([y.view(*p.shape[:-1], -1) for y, p in zip(results, parts, strict=True)])

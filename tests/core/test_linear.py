@@ -358,3 +358,24 @@ def test_flops_can_be_counted_on_the_meta_device() -> None:
     with FlopCounterMode(display=False) as counter:
         model(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 8 * 32 * 16
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_inputs(layout: torch.layout) -> None:
+    parts = [data(n, 256, seed=n) for n in (5, 1, 12)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    model = layer("rowwise")
+    y = model(nested)
+    assert y.is_nested and y.layout == layout
+    for actual, part in zip(y.unbind(), parts, strict=True):
+        assert torch.equal(actual, model(part))
+    (y + y).unbind()[0].sum().backward()  # Two nested results of one layer still fit each other.
+    assert model.weight.grad is not None and model.weight.grad.isfinite().all()
+    before = table_of(model).amax[0, 0].item()
+    assert before == max(part.abs().max().item() for part in parts)
+    conversions(model)[0].runtime.set_enabled([""], False)
+    table_of(model).data[..., AMAX] = NOT_SEEN
+    exact = model(nested).unbind()[0]
+    torch.testing.assert_close(exact, nn.functional.linear(parts[0], model.weight, model.bias))
+    assert table_of(model).amax[0, 0].item() == before
