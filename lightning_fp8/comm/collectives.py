@@ -10,8 +10,8 @@ ZeRO++'s all-to-all-based gradient reduction (Wang et al., 2023), every contribu
 4. Encode the sum and gather the messages of all ranks.
 5. Every rank, the owner too, takes the decoded values, so that replicas stay bitwise equal. *All-reduce ends here.*
 
-The error does not grow with the number of ranks and nothing overflows on the way. Messages travel as bytes, which every
-backend that has ``all_to_all_single`` and ``all_gather`` on uint8 can carry.
+The error does not grow with the number of ranks and nothing overflows on the way. Messages travel as bytes: between
+CPUs from rank to rank (``isend`` and ``irecv``), elsewhere by the backend's all-to-all and all-gather.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.comm.codec import BF16Codec, BlockCodec, clear_tags
-from lightning_fp8.comm.handle import Handle
+from lightning_fp8.comm.handle import Handle, Waitable, WorkList
 from lightning_fp8.comm.traffic import Traffic
 
 _BF16 = BF16Codec()
 _BF16_BYTES = 2
+# Between CPUs an all-reduce goes in segments of this many values per rank, so that casts and wire overlap.
+_SEGMENT_CHUNK = 2**18
 
 
 class FP8Collectives:
@@ -101,8 +103,13 @@ class FP8Collectives:
         if self.world_size == 1 or tensor.numel() == 0:
             flat.mul_(factor)
             return Handle(iter(()))
-        phases = self._bf16_all_reduce if tensor.numel() < self.min_numel else self._fp8_all_reduce
-        return self._start(phases(flat, factor, residual), tensor, async_op)
+        if tensor.numel() < self.min_numel:
+            return self._start(self._bf16_all_reduce(flat, factor, residual), tensor, async_op)
+        size = flat.numel() if tensor.is_cuda else _SEGMENT_CHUNK * self.world_size
+        parts = flat.split(size)
+        residuals = [None] * len(parts) if residual is None else residual.split(size)
+        segments = [self._fp8_all_reduce(part, factor, lost) for part, lost in zip(parts, residuals, strict=True)]
+        return self._start(_pipeline(segments), tensor, async_op)
 
     def reduce_scatter(
         self,
@@ -192,7 +199,7 @@ class FP8Collectives:
 
     # Phases: each generator starts one backend collective per ``yield`` and goes on when it has arrived.
 
-    def _fp8_all_reduce(self, flat: Tensor, factor: float, residual: Tensor | None) -> Iterator[dist.Work]:
+    def _fp8_all_reduce(self, flat: Tensor, factor: float, residual: Tensor | None) -> Iterator[Waitable]:
         ranks, codec = self.world_size, self.codec
         chunk = codec.blocks(-(-flat.numel() // ranks)) * codec.block
         mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
@@ -223,7 +230,7 @@ class FP8Collectives:
         others = ranks - 1
         self.traffic.record(2 * others * message.numel(), 2 * others * flat.numel() * _BF16_BYTES // ranks)
 
-    def _bf16_all_reduce(self, flat: Tensor, factor: float, residual: Tensor | None) -> Iterator[dist.Work]:
+    def _bf16_all_reduce(self, flat: Tensor, factor: float, residual: Tensor | None) -> Iterator[Waitable]:
         values = flat if residual is None else flat + residual
         rounded = values.to(torch.bfloat16, copy=True)
         if residual is not None:
@@ -233,7 +240,7 @@ class FP8Collectives:
         sent = 2 * (self.world_size - 1) * flat.numel() * _BF16_BYTES // self.world_size
         self.traffic.record(sent, sent)
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor, sizes: list[int], factor: float) -> Iterator[dist.Work]:
+    def _reduce_scatter(self, output: Tensor, input: Tensor, sizes: list[int], factor: float) -> Iterator[Waitable]:
         codec = self._codec(input.numel())
         messages, byte_sizes = self._encode_chunks(input, sizes, [codec] * len(sizes))
         received = _empty_messages(self.world_size, codec.message_bytes(output.numel()), input)
@@ -244,7 +251,7 @@ class FP8Collectives:
         sent = messages.numel() - byte_sizes[self.rank]
         self.traffic.record(sent, (input.numel() - output.numel()) * _BF16_BYTES)
 
-    def _all_gather(self, output: Tensor, input: Tensor, sizes: list[int]) -> Iterator[dist.Work]:
+    def _all_gather(self, output: Tensor, input: Tensor, sizes: list[int]) -> Iterator[Waitable]:
         codec, longest = self._codec(output.numel()), max(sizes)
         message = codec.encode(input, 1, longest, self._next_seed(stage=0))
         messages = _empty_messages(self.world_size, message.shape[1], input)
@@ -261,7 +268,7 @@ class FP8Collectives:
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, incoming: list[int], outgoing: list[int]
-    ) -> Iterator[dist.Work]:
+    ) -> Iterator[Waitable]:
         # Both ends of a chunk know its size, and no rank knows all sizes: so each chunk is judged by itself.
         messages, byte_sizes = self._encode_chunks(input, outgoing, [self._codec(size) for size in outgoing])
         incoming_bytes = [self._codec(size).message_bytes(size) for size in incoming]
@@ -297,15 +304,33 @@ class FP8Collectives:
 
     def _exchange(
         self, received: Tensor, messages: Tensor, incoming_bytes: list[int], outgoing_bytes: list[int]
-    ) -> dist.Work:
+    ) -> Waitable:
+        received, messages = received.view(-1), messages.view(-1)
+        if messages.device.type == "cpu":
+            return self._swap(received.split(incoming_bytes), messages.split(outgoing_bytes))
         return dist.all_to_all_single(
-            received.view(-1), messages.view(-1), incoming_bytes, outgoing_bytes, group=self.group, async_op=True
+            received, messages, incoming_bytes, outgoing_bytes, group=self.group, async_op=True
         )
 
-    def _gather(self, messages: Tensor, message: Tensor) -> dist.Work:
+    def _gather(self, messages: Tensor, message: Tensor) -> Waitable:
+        if messages.device.type == "cpu":
+            return self._swap(messages.unbind(), [message.view(-1)] * self.world_size)
         # torch 2.13 renamed it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(messages.view(-1), message.view(-1), group=self.group, async_op=True)
+
+    def _swap(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Waitable:
+        """Send one message to each rank and receive one from each.
+
+        All receives are posted before any send. gloo's own all-to-all sends first, and what tells the peer that it may
+        send then waits behind the payload: the two directions of a link take turns instead of running at once.
+        """
+        incoming[self.rank].copy_(outgoing[self.rank])
+        group = self.group if self.group is not None else dist.group.WORLD
+        peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        receives = [dist.P2POp(dist.irecv, incoming[peer], group=group, group_peer=peer) for peer in peers]
+        sends = [dist.P2POp(dist.isend, outgoing[peer], group=group, group_peer=peer) for peer in peers]
+        return WorkList(dist.batch_isend_irecv(receives + sends))
 
     def _verify(self, messages: Tensor, row_numel: int, codec: BlockCodec | BF16Codec) -> None:
         # Reading tags from a GPU would stop the host; there a wrong message decodes to NaN, which health checks see.
@@ -341,7 +366,7 @@ class FP8Collectives:
         if tensor.numel() != sizes[self.rank]:
             raise ValueError(f"{name} has {tensor.numel()} values; this rank's chunk has {sizes[self.rank]}.")
 
-    def _start(self, phases: Iterator[dist.Work], tensor: Tensor, async_op: bool) -> Handle:
+    def _start(self, phases: Iterator[Waitable], tensor: Tensor, async_op: bool) -> Handle:
         if not (async_op and tensor.is_cuda):
             handle = Handle(phases)
             if not async_op:
@@ -355,6 +380,19 @@ class FP8Collectives:
             handle = Handle(phases)
             handle.finish_on(self._stream)
         return handle
+
+
+def _pipeline(segments: Sequence[Iterator[Waitable]]) -> Iterator[Waitable]:
+    """Take all segments through their first phase, then all through the next: one is cast while others travel."""
+    under_way = [(next(segment), segment) for segment in segments]
+    while under_way:
+        coming = []
+        for work, segment in under_way:
+            yield work
+            following = next(segment, None)
+            if following is not None:
+                coming.append((following, segment))
+        under_way = coming
 
 
 def _empty_messages(rows: int, message_bytes: int, like: Tensor) -> Tensor:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
+
+
+class Waitable(Protocol):
+    """What a backend gives for a collective under way."""
+
+    def wait(self) -> object: ...
+
+
+class WorkList:
+    """Several sends and receives as one piece of work."""
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
 
 
 class Handle:
@@ -16,7 +34,7 @@ class Handle:
     stream of their own from the start, and :meth:`wait` makes the current stream wait for them, not the host.
     """
 
-    def __init__(self, phases: Iterator[dist.Work]) -> None:
+    def __init__(self, phases: Iterator[Waitable]) -> None:
         self._phases = phases
         self._work = next(phases, None)
         self._event: torch.cuda.Event | None = None

@@ -12,7 +12,7 @@ class Traffic:
     Attributes:
         sent: bytes this rank sent to other ranks. Collectives left to the backend count as rings do.
         bf16: bytes the same collectives would have sent in bf16, over a ring.
-        calls: collectives counted.
+        calls: collectives counted; a long all-reduce between CPUs counts once for each of its segments.
     """
 
     sent: int = 0

@@ -69,6 +69,18 @@ def all_reduce_error_stays_within_bounds(rank: int, world: int) -> None:
     assert max(relative_error(layer, truth) for layer, truth in layers) <= 0.04
 
 
+def long_tensors_go_in_segments(rank: int, world: int) -> None:
+    numel = 2 * 2**18 * world + 1000
+    gradient, traffic = torch.randn(numel, generator=torch.Generator().manual_seed(rank)), Traffic()
+    x = gradient.clone()
+    FP8Collectives(traffic=traffic).all_reduce(x)
+    assert traffic.calls == 3 and traffic.sent / traffic.bf16 <= 0.52
+    assert same_on_all_ranks(x)
+    for part, whole in ((x[-1000:], gradient[-1000:].clone()), (x[: 2**18 * world], gradient[: 2**18 * world].clone())):
+        FP8Collectives().all_reduce(whole)
+        assert torch.equal(part, whole)
+
+
 def all_reduce_takes_any_size_dtype_and_factor(rank: int, world: int) -> None:
     for numel in (0, 1, 127, 128, 129, 1000, 4096):
         x = contribution(rank, numel)
@@ -148,28 +160,19 @@ def all_to_all_delivers_every_chunk(rank: int, world: int) -> None:
 
 def every_byte_is_counted(rank: int, world: int) -> None:
     handed_over = 0
-    exchange, gather_name = dist.all_to_all_single, _gather_name()
-    gather = getattr(dist, gather_name)
+    send_and_receive = dist.batch_isend_irecv
 
-    def counting_exchange(output, input, output_sizes, input_sizes, **kwargs):
+    def counting(operations):
         nonlocal handed_over
-        assert input.dtype == torch.uint8
-        handed_over += sum(size for other, size in enumerate(input_sizes) if other != rank)
-        return exchange(output, input, output_sizes, input_sizes, **kwargs)
-
-    def counting_gather(output, input, **kwargs):
-        nonlocal handed_over
-        assert input.dtype == torch.uint8
-        handed_over += input.numel() * (world - 1)
-        return gather(output, input, **kwargs)
+        for operation in operations:
+            assert operation.tensor.dtype == torch.uint8 and operation.group_peer != rank
+            handed_over += operation.tensor.numel() if operation.op is dist.isend else 0
+        return send_and_receive(operations)
 
     traffic = Traffic()
     collectives = FP8Collectives(traffic=traffic)
     numel = 128 * world * 40
-    with (
-        mock.patch.object(dist, "all_to_all_single", counting_exchange),
-        mock.patch.object(dist, gather_name, counting_gather),
-    ):
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
         collectives.all_reduce(contribution(rank, numel))
         assert traffic.sent == handed_over
         assert traffic.bf16 == 2 * (world - 1) * numel * 2 // world
@@ -183,10 +186,6 @@ def every_byte_is_counted(rank: int, world: int) -> None:
         assert traffic.sent == handed_over and traffic.calls == 3
         assert traffic.bf16 == 3 * (world - 1) * numel * 2 // world
         assert traffic.sent / traffic.bf16 <= 0.52
-
-
-def _gather_name() -> str:
-    return "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def one_ranks_nan_reaches_all(rank: int, world: int) -> None:
@@ -210,7 +209,7 @@ def one_ranks_nan_reaches_all(rank: int, world: int) -> None:
 def small_tensors_go_in_bf16(rank: int, world: int) -> None:
     traffic = Traffic()
     x = contribution(rank, 999)
-    with mock.patch.object(dist, "all_to_all_single", side_effect=AssertionError("small tensors need no exchange")):
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("no FP8 here")):
         FP8Collectives(min_numel=1000, traffic=traffic).all_reduce(x, dist.ReduceOp.AVG)
     assert traffic.sent == traffic.bf16 > 0
     assert same_on_all_ranks(x)
@@ -341,6 +340,7 @@ def mistakes_are_refused_before_anything_is_sent(rank: int, world: int) -> None:
 CHECKS = [
     all_reduce_gives_the_algorithms_bits,
     all_reduce_error_stays_within_bounds,
+    long_tensors_go_in_segments,
     all_reduce_takes_any_size_dtype_and_factor,
     reduce_scatter_sums_in_fp32,
     reduce_scatter_takes_uneven_and_empty_chunks,
