@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_fp8 import operators  # noqa: F401 (registers torch.ops.lightning_fp8.scaled_linear)
 from lightning_fp8.model import convert_model, revert_model, step
 from lightning_fp8.precision import FP8Precision
 from lightning_fp8.recipes import (
