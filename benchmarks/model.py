@@ -1,6 +1,9 @@
 """Whole training steps, bf16 against every recipe, in one run.
 
     python benchmarks/model.py --shape 8b --variants bf16 delayed delayed-eager rowwise --profile --out result.json
+
+Peers as their own users have them: ``peer-torchao-tensorwise``, ``peer-torchao-rowwise``, ``peer-te-delayed-eager``,
+``peer-te-current-eager``, ``peer-te-block-eager``.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import platform
 from pathlib import Path
 
 import torch
+
+from peers import PEERS
 
 from lightning_fp8.tuning.bench import build_step, kernel_names, measure
 from lightning_fp8.tuning.decoder import SHAPES
@@ -30,10 +35,10 @@ def main() -> None:
     results = {}
     for shape in args.shape:
         print(f"{shape}: {SHAPES[shape]}", flush=True)
-        rows = measure(SHAPES[shape], args.variants, rounds=args.rounds, profile=args.profile, report=_say)
+        rows = measure(SHAPES[shape], args.variants, rounds=args.rounds, profile=args.profile, peers=PEERS, report=_say)
         results[shape] = [row.to_dict() for row in rows]
         if args.kernels:
-            step = build_step(SHAPES[shape], args.variants[-1], torch.device("cuda"))
+            step = build_step(SHAPES[shape], args.variants[-1], torch.device("cuda"), PEERS)
             for _ in range(3):
                 step()
             for name, calls, milliseconds in kernel_names(step)[:25]:

@@ -63,12 +63,17 @@ def cast(
     padding = round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]
     padded = F.pad(x, (0, 0, 0, padding)) if padding else x
     codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
-    if straight == transposed and straight is not None and straight.granularity == "tensorwise":
-        if slot is not None and stored:
-            slot[SCALE_TRANSPOSED].copy_(slot[SCALE])
+    if _same_codes(straight, transposed, slot, stored):
         return codes, decode, codes.view(torch.uint8).t().contiguous().view(codes.dtype), decode.clone()
     codes_t, decode_t = _cast_one(padded.t(), transposed, amax, slot, SCALE_TRANSPOSED if stored else None)
     return codes, decode, codes_t, decode_t
+
+
+def _same_codes(straight: Cast | None, transposed: Cast | None, slot: Tensor | None, stored: bool) -> bool:
+    """Whether both operands hold the same codes, as far as the CPU can tell: a transpose is cheaper than a cast."""
+    if straight is None or straight != transposed or straight.granularity != "tensorwise":
+        return False
+    return not stored or slot is None or (slot.device.type == "cpu" and bool(slot[SCALE] == slot[SCALE_TRANSPOSED]))
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
 #: Losses noted before timing.
 FIRST_STEPS = 6
+
+#: Converts a decoder in a way of its own, and returns what makes the context of its forward.
+Preparation = Callable[[Decoder], Callable[[], AbstractContextManager[Any]]]
 
 
 @dataclass
@@ -61,6 +65,7 @@ def measure(
     *,
     rounds: int = 7,
     profile: bool = False,
+    peers: Mapping[str, Preparation] | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Measurement]:
     """Measure ``variants`` one after the other.
@@ -71,6 +76,7 @@ def measure(
             ``-graphs`` for CUDA graphs.
         rounds: timed rounds of three steps.
         profile: also sort the time of a step by kind of kernel.
+        peers: further variants, by name.
         report: takes a line as each variant is done.
     """
     results: list[Measurement] = []
@@ -78,7 +84,7 @@ def measure(
         torch._dynamo.reset()
         gc.collect()
         try:
-            result = _measure_one(shape, variant, rounds, profile)
+            result = _measure_one(shape, variant, rounds, profile, peers or {})
         except Exception as error:  # A variant that cannot run is a row of the table, not the end of it.
             result = Measurement(variant, error=f"{type(error).__name__}: {str(error)[:300]}")
         base = next((r for r in [*results, result] if r.variant == "bf16" and not r.error), None)
@@ -103,12 +109,14 @@ def format_row(result: Measurement) -> str:
     return line
 
 
-def _measure_one(shape: DecoderShape, variant: str, rounds: int, profile: bool) -> Measurement:
+def _measure_one(
+    shape: DecoderShape, variant: str, rounds: int, profile: bool, peers: Mapping[str, Preparation]
+) -> Measurement:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    step = build_step(shape, variant, device)
+    step = build_step(shape, variant, device, peers)
     losses = [float(step()) for _ in range(FIRST_STEPS)]
     times = [_time(step, 3, device) for _ in range(rounds)]
     return Measurement(
@@ -122,17 +130,30 @@ def _measure_one(shape: DecoderShape, variant: str, rounds: int, profile: bool) 
     )
 
 
-def build_step(shape: DecoderShape, variant: str, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A function that runs one training step (forward, backward, fused AdamW, scales) and returns the loss."""
+def build_step(
+    shape: DecoderShape, variant: str, device: torch.device, peers: Mapping[str, Preparation] | None = None
+) -> Callable[[], torch.Tensor]:
+    """A function that runs one training step (forward, backward, fused AdamW, scales) and returns the loss.
+
+    Args:
+        shape: the decoder.
+        variant: as in :func:`measure`.
+        device: where it runs.
+        peers: further variants, by name.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(shape).to(torch.bfloat16)
-    name, _, mode = variant.partition("-")
-    backend, _, recipe = name.rpartition(":")
-    if recipe != "bf16":
+    name, mode = next(((variant.removesuffix(m), m) for m in ("-eager", "-graphs") if variant.endswith(m)), (variant, ""))
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if peers and name in peers:
+        context = peers[name](model)
+    elif name != "bf16":
+        backend, _, recipe = name.rpartition(":")
         convert_model(model, recipe, backend=get_backend(backend or "native"), layers=LayerSelection())
-    if mode != "eager":
-        compile_blocks(model, "reduce-overhead" if mode == "graphs" else None)
+        context = conversions(model)[0].runtime.forward_context
+    if mode != "-eager":
+        compile_blocks(model, "reduce-overhead" if mode == "-graphs" else None)
     inputs, targets = random_tokens(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     active = conversions(model)
@@ -140,9 +161,9 @@ def build_step(shape: DecoderShape, variant: str, device: torch.device) -> Calla
     def step() -> torch.Tensor:
         for conversion in active:
             conversion.step()
-        if mode == "graphs":
+        if mode == "-graphs":
             torch.compiler.cudagraph_mark_step_begin()
-        with active[0].runtime.forward_context() if active else torch.enable_grad():
+        with context():
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -177,11 +198,12 @@ def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) ->
     return begin.elapsed_time(end) / count
 
 
-#: Kinds of kernels by parts of their names, the first that fits.
+#: Kinds of kernels by parts of their names, the first that fits. Casts begin so; the compiler's own names begin with
+#: "triton" and may hold any word.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("cast", ("cast_", "amax_", "step_scales", "void transformer_engine::")),
     ("attention", ("flash", "fmha", "sdpa", "cudnn_generated")),
     ("optimizer", ("multi_tensor", "adam")),
-    ("cast", ("_cast", "_amax", "_quantize", "_scale")),
     ("gemm", ("gemm", "nvjet", "cutlass", "qqtst", "xmma", "gemv")),
     ("reduction", ("_red_", "_per_", "reduce")),
     ("copy", ("memcpy", "memset", "copy")),
@@ -200,7 +222,7 @@ def _profile(step: Callable[[], torch.Tensor], count: int = 3) -> dict[str, floa
     kinds: dict[str, float] = {}
     for event in profiler.key_averages():
         name = event.key.lower()
-        kind = next(kind for kind, parts in _KINDS if any(part in name for part in parts))
+        kind = next(k for k, parts in _KINDS if any(name.startswith(p) if k == "cast" else p in name for p in parts))
         kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total / 1e3 / count
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
