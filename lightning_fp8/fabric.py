@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -40,8 +41,16 @@ class FP8Precision(LightningPrecision):
     ) -> None:
         self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers)
         self.precision = precision
-        self._model: nn.Module | None = None
-        self._conversions: list[Conversion] = []
+        # Fabric tells neither which module runs nor when one is given up: all that are alive, in the order of setup.
+        self._modules: weakref.WeakKeyDictionary[nn.Module, list[Conversion]] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Modules are set up in the processes that train them.
+        return {**self.__dict__, "_modules": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._modules = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         # Lightning names a plugin it refuses by this string: the place to say which class is right there.
@@ -51,10 +60,14 @@ class FP8Precision(LightningPrecision):
         )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert ``module`` in place; called by ``fabric.setup``."""
-        self._model = self.settings.policy.convert_module(module)
-        self._conversions = self.settings.convert(module)
+        """Convert ``module`` in place; called by ``fabric.setup``, once for each module."""
+        self._modules[module] = self.settings.convert(module)
         return module
+
+    @property
+    def conversions(self) -> list[Conversion]:
+        """The conversions of all modules that are set up, in the order of their setup."""
+        return [conversion for conversions in self._modules.values() for conversion in conversions]
 
     def summary(self) -> str:
         """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
@@ -62,9 +75,9 @@ class FP8Precision(LightningPrecision):
         Raises:
             RuntimeError: no model was set up yet.
         """
-        if not self._conversions:
+        if not self.conversions:
             raise RuntimeError("No model was set up yet: call fabric.setup(model) first.")
-        return "\n\n".join(conversion.summary() for conversion in self._conversions)
+        return "\n\n".join(conversion.summary() for conversion in self.conversions)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return self.settings.policy.init_context()
@@ -73,15 +86,20 @@ class FP8Precision(LightningPrecision):
         return self.settings.policy.init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Surrounds every forward; scales move as the first one after an optimizer step begins in training mode."""
-        model = self._model
-        if model is not None and model.training and torch.is_grad_enabled():
-            for conversion in self._conversions:
-                conversion.step()
+        """Surrounds every forward; a module's scales move as the first one after its optimizer's step begins.
+
+        That is in training mode only: evaluation moves nothing.
+        """
+        if torch.is_grad_enabled():
+            for module, conversions in self._modules.items():
+                if module.training:
+                    for conversion in conversions:
+                        conversion.step()
         stack = ExitStack()
-        device_type = next((p.device.type for p in model.parameters()), "cpu") if model is not None else "cpu"
+        parameter = next((p for module in self._modules for p in module.parameters()), None)
+        device_type = parameter.device.type if parameter is not None else "cpu"
         stack.enter_context(self.settings.policy.forward_context(device_type))
-        for conversion in self._conversions:
+        for conversion in self.conversions:
             stack.enter_context(conversion.runtime.forward_context())
         return stack
 
@@ -103,21 +121,35 @@ class FP8Precision(LightningPrecision):
             self.settings.loss_scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step; afterwards the scales may move."""
+        """Step; afterwards the scales of the modules that ``optimizer`` trains may move."""
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
             )
         scaler = self.settings.loss_scaler
         output = super().optimizer_step(optimizer, **kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
-        for conversion in self._conversions:
+        for conversion in self._trained_by(optimizer):
             conversion.step_pending = True
         return output
 
+    def _trained_by(self, optimizer: Any) -> list[Conversion]:
+        """The conversions of the modules that have parameters in ``optimizer``; all, if no module has.
+
+        With two modules and two optimizers one module's backward may still be to come when the other's optimizer steps.
+        """
+        if len(self._modules) > 1:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
+            if trained:
+                return [conversion for module in trained for conversion in self._modules[module]]
+        return self.conversions
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and CPU tensors."""
+        """Plain values and CPU tensors that stand for all ranks; every rank must call."""
+        for conversion in self.conversions:
+            conversion.runtime.share_amaxes()
         return {
-            "conversions": [conversion.state_dict() for conversion in self._conversions],
+            "conversions": [conversion.state_dict() for conversion in self.conversions],
             "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
         }
 
@@ -128,12 +160,13 @@ class FP8Precision(LightningPrecision):
             ValueError: the number of converted modules differs.
         """
         saved = state_dict["conversions"]
-        if len(saved) != len(self._conversions):
+        conversions = self.conversions
+        if len(saved) != len(conversions):
             raise ValueError(
-                f"The state is of {len(saved)} converted modules, {len(self._conversions)} are set up: call "
+                f"The state is of {len(saved)} converted modules, {len(conversions)} are set up: call "
                 "fabric.setup(model) before loading the precision's state."
             )
-        for conversion, state in zip(self._conversions, saved, strict=True):
+        for conversion, state in zip(conversions, saved, strict=True):
             conversion.load_state_dict(state)
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.load_state_dict(state_dict["loss_scaler"])

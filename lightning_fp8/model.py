@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, Runtime, Support, check_support, get_backend
+from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import Decision, LayerSelection, linear_layers
 
@@ -67,6 +68,13 @@ class Conversion:
         """Whether converting anew with these settings would change nothing."""
         mine = (self.recipe, self.backend, self.layers, self.autocast_only)
         return mine == (recipe, backend, layers, autocast_only)
+
+    def describes(self, model: nn.Module) -> bool:
+        """Whether ``model`` still has the layers that were decided on: none came, went or was replaced."""
+        layers = linear_layers(model)
+        return list(layers) == [d.name for d in self.decisions] and all(
+            "fp8" in vars(layers[n]) for n in self.converted
+        )
 
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         """Move the scales if an optimizer step has completed; called as a training step begins."""
@@ -150,20 +158,24 @@ def convert_model(
     """
     recipe, backend, selection = get_recipe(recipe), get_backend(backend), _checked_selection(layers)
     existing = conversions(model)
-    if existing and all(c.same_settings(recipe, backend, layers, autocast_only) for c in existing):
+    current = model.__dict__.get(_ATTRIBUTE)
+    same = current is not None and current.same_settings(recipe, backend, layers, autocast_only)
+    if same and existing == [current] and current.describes(model):
         return model
     support = check_support(backend, recipe, torch.device(device) if device is not None else _device_of(model))
-    if existing:
-        log.info("Converting anew: the settings differ from those the model was converted with.")
-        revert_model(model)
-    decisions = selection.decide(model, recipe)
-    names = [decision.name for decision in decisions if decision.converted]
-    _check_weights(model, names)
-    if not names:
-        reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in decisions[:5]) or "it has no nn.Linear"
-        warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
-    runtime = backend.convert(model, names, recipe, autocast_only)
-    setattr(model, _ATTRIBUTE, Conversion(recipe, backend, layers, support, decisions, runtime, autocast_only))
+    selection.check(model)
+    with all_or_nothing(model):
+        if existing:
+            log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
+            revert_model(model)
+        decisions = selection.decide(model, recipe)
+        names = [decision.name for decision in decisions if decision.converted]
+        _check_weights(model, names)
+        if not names:
+            reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in decisions[:5]) or "it has no nn.Linear"
+            warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
+        runtime = backend.convert(model, names, recipe, autocast_only)
+        setattr(model, _ATTRIBUTE, Conversion(recipe, backend, layers, support, decisions, runtime, autocast_only))
     return model
 
 

@@ -38,6 +38,8 @@ _REFUSED_STRATEGIES = {
 class TrainerPrecision:
     """What :class:`FP8Precision` adds to Lightning's base class, whichever namespace that comes from."""
 
+    _elsewhere = "for pytorch_lightning's Trainer use lightning_fp8.pytorch_lightning.FP8Precision"
+
     def __init__(
         self,
         recipe: Recipe | dict[str, Any] | str = "delayed",
@@ -63,8 +65,8 @@ class TrainerPrecision:
         )
 
     def __str__(self) -> str:
-        # Lightning names a plugin it refuses by this string: the place to say which class is right there.
-        return f"{self!r} (with FSDPStrategy use lightning_fp8.FP8FSDPPrecision)"
+        # Lightning names a plugin it refuses by this string: the place to say what is right there.
+        return f"{self!r} ({self._elsewhere}; FSDPStrategy does not run FP8 yet: use DDPStrategy)"
 
     # --- what users call
 
@@ -102,7 +104,6 @@ class TrainerPrecision:
                 raise ValueError(f"FP8Precision cannot run under {cls.__name__}: {_REFUSED_STRATEGIES[cls.__name__]}")
         self._device = trainer.strategy.root_device
         self._manual_optimization = not trainer.lightning_module.automatic_optimization
-        module = self.settings.policy.convert_module(module)
         self._conversions = self.settings.convert(module, self._device)
         log.info(self.summary())
         return module
@@ -188,6 +189,9 @@ class TrainerPrecision:
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the FP8 state, the loss scale and every rank's random states under ``"lightning_fp8"``."""
+        for conversion in self._conversions:
+            # One rank's checkpoint is loaded by all.
+            conversion.runtime.share_amaxes()
         checkpoint[CHECKPOINT_KEY] = {
             "conversions": [conversion.state_dict() for conversion in self._conversions],
             "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},

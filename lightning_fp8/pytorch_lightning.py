@@ -9,3 +9,5 @@ from lightning_fp8.precision import TrainerPrecision
 
 class FP8Precision(TrainerPrecision, Precision):
     """The same as :class:`lightning_fp8.FP8Precision`, for ``pytorch_lightning.Trainer``."""
+
+    _elsewhere = "for lightning's Trainer use lightning_fp8.FP8Precision"

@@ -60,11 +60,22 @@ class ScalingState:
         Args:
             group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
         """
+        self.share_amaxes(group)
         if isinstance(self.recipe, DelayedScaling) and self.history is not None and self.position is not None:
-            if self.recipe.reduce_amax:
-                reduce_amax(self.table.amax, group)
+            if self.recipe.smoothing:
+                # What the first window took from one rank's data would linger in the average, different on each rank.
+                self._unset_first_scales()
             update_scales(self.table.data, self.history, self.position, self._format_maxima, self.recipe)
         self.table.finish_step()
+
+    def share_amaxes(self, group: dist.ProcessGroup | None = None) -> None:
+        """Give every rank the window's largest amaxes of all, so that any rank's state stands for all of them.
+
+        Args:
+            group: as in :meth:`step`.
+        """
+        if isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
+            reduce_amax(self.table.amax, group)
 
     def discard(self, rejected: Tensor | bool = True) -> None:
         """Forget the window's amaxes, as if the step had not run.
@@ -76,12 +87,17 @@ class ScalingState:
         if not isinstance(rejected, Tensor):
             rejected = torch.full((), rejected, device=amax.device)
         amax.copy_(torch.where(rejected, NOT_SEEN, amax))
-        if self.history is not None:
-            # Scales that the rejected step itself took from its data are forgotten too.
-            fresh = rejected & (self.history.amax(-1) == 0)
-            for column in (SCALE, SCALE_TRANSPOSED):
-                scale = self.table.data[..., column]
-                scale.copy_(torch.where(fresh, 0.0, scale))
+        # Scales that the rejected step itself took from its data are forgotten too.
+        self._unset_first_scales(rejected)
+
+    def _unset_first_scales(self, where: Tensor | bool = True) -> None:
+        """Unset the scales that the first window took from its data, before any amax entered the history."""
+        if self.history is None:
+            return
+        first = where & (self.history.amax(-1) == 0)
+        for column in (SCALE, SCALE_TRANSPOSED):
+            scale = self.table.data[..., column]
+            scale.copy_(torch.where(first, 0.0, scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, on the CPU."""

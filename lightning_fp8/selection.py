@@ -92,8 +92,8 @@ class LayerSelection:
         Raises:
             ValueError: a pattern matches no linear layer.
         """
+        self.check(model)
         layers = linear_layers(model)
-        self._check_patterns(layers)
         head = None if self.head else find_head(model, layers)
         high_blocks = self._high_blocks(model, layers)
         return [self._decide_one(name, layer, recipe, head, high_blocks) for name, layer in layers.items()]
@@ -111,12 +111,22 @@ class LayerSelection:
         if against is None and name == head:
             against = "the final head stays in high precision"
         if against is None:
-            against = next((why for prefix, why in high_blocks.items() if name.startswith(prefix)), None)
+            against = next((why for prefix, why in high_blocks.items() if f"{name}.".startswith(prefix)), None)
         if against is None and not is_lazy(layer.weight) and layer.weight.numel() < self.min_size:
             against = f"smaller than min_size={self.min_size}"
+        if against is None and is_lazy(layer.weight):
+            return Decision(
+                name, True, f"{recipe.name}, once its sizes are known to be multiples of {recipe.size_multiple}"
+            )
         return Decision(name, against is None, against or recipe.name)
 
-    def _check_patterns(self, layers: dict[str, nn.Linear]) -> None:
+    def check(self, model: nn.Module) -> None:
+        """Look whether the patterns fit ``model``, converted or not.
+
+        Raises:
+            ValueError: a pattern matches no linear layer.
+        """
+        layers = linear_layers(model)
         for pattern in (*self.include, *self.exclude):
             if not any(_matches(name, (pattern,)) for name in layers):
                 examples = ", ".join(list(layers)[:3]) or "none at all"
@@ -130,9 +140,14 @@ class LayerSelection:
         if not (self.keep_first_blocks or self.keep_last_blocks):
             return {}
         blocks = find_blocks(model, layers)
-        first = {prefix: "first blocks stay in high precision" for prefix in blocks[: self.keep_first_blocks]}
-        last = blocks[len(blocks) - self.keep_last_blocks :]
-        return first | {prefix: "last blocks stay in high precision" for prefix in last}
+        if not blocks:
+            raise ValueError(
+                "keep_first_blocks and keep_last_blocks need blocks, and the model has no blocks: no ModuleList or "
+                "Sequential with linear layers. Name the layers to keep with exclude=[...]."
+            )
+        first = dict.fromkeys(blocks[: self.keep_first_blocks], "first blocks stay in high precision")
+        last = blocks[max(0, len(blocks) - self.keep_last_blocks) :]
+        return first | dict.fromkeys(last, "last blocks stay in high precision")
 
 
 def clean_name(name: str) -> str:
@@ -147,6 +162,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def why_not_eligible(layer: nn.Linear, recipe: Recipe) -> str | None:
     """The reason why ``layer`` cannot run in FP8 under ``recipe``, or ``None``."""
+    if "fp8" in layer.__dict__:
+        return "it already runs in FP8, converted with another module: call revert_model on that one first"
     if type(layer) is nn.LazyLinear:
         return None  # It becomes FP8 when its sizes are known; they are looked at then.
     if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
@@ -180,18 +197,28 @@ def find_head(model: nn.Module, layers: dict[str, nn.Linear]) -> str | None:
 
 
 def find_blocks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Name prefixes (ending in a dot) of the children of the container that holds the most linear layers."""
+    """Name prefixes (ending in a dot) of the blocks of ``model``.
+
+    They are the children of the ``ModuleList`` or ``Sequential`` with the most children that contain linear layers
+    (that are none themselves: the layers of an MLP are no blocks); of equals, of the one that holds the most of them.
+    """
     names = list(layers)
     best: list[str] = []
-    best_count = 0
+    best_count = (0, 0)
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         prefix = f"{clean_name(name)}." if name else ""
-        blocks = [f"{prefix}{child}." for child, _ in module.named_children()]
-        count = sum(any(n.startswith(block) for block in blocks) for n in names)
+        blocks = {f"{prefix}{child}.": 0 for child, _ in module.named_children()}
+        containers = set()
+        for layer in names:
+            block = next((block for block in blocks if f"{layer}.".startswith(block)), None)
+            if block is not None:
+                blocks[block] += 1
+                containers.update({block} - {f"{layer}."})
+        count = (len(containers), sum(blocks.values()))
         if count > best_count:
-            best, best_count = blocks, count
+            best, best_count = [block for block, held in blocks.items() if held], count
     return best
 
 
@@ -201,5 +228,3 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _as_patterns(patterns: Iterable[str] | str | None) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
-
-

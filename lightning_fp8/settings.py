@@ -50,14 +50,18 @@ class FP8Settings:
         check_support(self.backend, self.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def convert(self, module: nn.Module, device: torch.device | None = None) -> list[Conversion]:
-        """Convert ``module`` in place; a module whose parts were converted by hand keeps them.
+        """Give ``module`` its dtype and convert it, in place; where parts were converted by hand, they are kept.
 
         Args:
             module: the model.
             device: where it will run; by default where it is.
         """
         parts = conversions(module)
-        if not parts or parts[0] is module.__dict__.get("_lightning_fp8"):
+        by_hand = parts and parts[0] is not module.__dict__.get("_lightning_fp8")
+        if not by_hand and isinstance(self.layers, LayerSelection):
+            self.layers.check(module)  # Before the dtype changes: an error leaves the module as it was.
+        self.policy.convert_module(module)
+        if not by_hand:
             convert_model(
                 module,
                 self.recipe,

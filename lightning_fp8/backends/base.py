@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fp8.convert import to_float8, to_linear
-from lightning_fp8.kernels.capability import supports
+from lightning_fp8.kernels.capability import Hardware, supports
 from lightning_fp8.linear import Float8State
 from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.scaling import ScalingState
@@ -99,15 +99,26 @@ class Runtime:
 class Backend(ABC):
     """A library that multiplies. Options are its constructor's arguments.
 
-    A backend says what it can run (:meth:`support`) and makes each layer's state (:meth:`make_state`), whose class
+    A backend says what it can run (:meth:`support_on`, :meth:`why_not_installed`) and makes each layer's state (:meth:`make_state`), whose class
     names the layer's new class; the rest is common.
     """
 
     name: ClassVar[str]
 
-    @abstractmethod
     def support(self, recipe: Recipe, device: torch.device) -> Support:
         """Whether ``recipe`` runs on ``device`` with what is installed."""
+        support = self.support_on(recipe, Hardware.of(device))
+        if support.kind != "refused" and (against := self.why_not_installed(recipe)) is not None:
+            return Support("refused", against)
+        return support
+
+    @abstractmethod
+    def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
+        """Whether ``recipe`` runs on such hardware, were the library installed; asks neither the device nor it."""
+
+    def why_not_installed(self, recipe: Recipe) -> str | None:
+        """What the library lacks, in one line that names what to install; ``None`` if nothing."""
+        return None
 
     @abstractmethod
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
@@ -150,7 +161,7 @@ class Backend(ABC):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
 
 
-def why_emulate(recipe: Recipe, device: torch.device) -> str | None:
+def why_emulate(recipe: Recipe, device: torch.device | Hardware) -> str | None:
     """Why the tensor cores of ``device`` cannot run ``recipe`` through torch; ``None`` if they can."""
     casts = [recipe.casts[role] for role in ROLES]
     granularities = {use.granularity for pair in casts for use in (pair.straight, pair.transposed) if use}

@@ -220,7 +220,8 @@ def test_keys_shapes_and_dtypes_are_those_of_bf16(saved: Path, tmp_path: Path) -
     fp8, bf16 = (torch.load(path, weights_only=True) for path in (saved, tmp_path / "bf16.ckpt"))
     assert set(fp8) - set(bf16) == {CHECKPOINT_KEY}
     described = [
-        {key: (value.shape, value.dtype) for key, value in checkpoint["state_dict"].items()} for checkpoint in (fp8, bf16)
+        {key: (value.shape, value.dtype) for key, value in checkpoint["state_dict"].items()}
+        for checkpoint in (fp8, bf16)
     ]
     assert described[0] == described[1]
     assert not any("_extra_state" in key for key in fp8["state_dict"])

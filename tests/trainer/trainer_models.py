@@ -143,12 +143,16 @@ def fp8_state(trainer: Any) -> dict[str, Any]:
     return conversion.state_dict()
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def assert_same(a: Any, b: Any, where: str = "") -> None:
     """Equal bit for bit, NaN to NaN, all the way down; dtypes and types too."""
     assert type(a) is type(b), f"{where}: {type(a)} and {type(b)}"
     if isinstance(a, Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape, where
-        assert torch.equal(a.detach().view(-1).view(torch.uint8), b.detach().view(-1).view(torch.uint8)), where
+        assert torch.equal(_bytes(a), _bytes(b)), where
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), f"{where}: {a.keys()} and {b.keys()}"
         for key in a:
