@@ -178,15 +178,24 @@ def linear_times(recipe: Recipe, k: int, n: int) -> dict[str, float]:
 
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
+#: Rows, columns, warps, registers.
 CAST_TILES = [
-    (32, 128, 2), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 64, 2), (64, 64, 4), (64, 128, 4), (64, 128, 8),
-    (64, 256, 8), (128, 32, 2), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 128, 16), (256, 32, 4),
-    (256, 32, 8), (256, 64, 8), (256, 64, 16),
+    (32, 128, 2, None), (32, 128, 4, None), (32, 256, 4, None), (32, 256, 8, None), (64, 64, 2, None),
+    (64, 64, 4, None), (64, 64, 4, 64), (64, 128, 4, None), (64, 128, 4, 80), (64, 128, 8, None), (64, 128, 8, 64),
+    (64, 256, 8, None), (128, 32, 2, None), (128, 32, 4, None), (128, 32, 4, 64), (128, 64, 4, None), (128, 64, 4, 80),
+    (128, 64, 8, None), (128, 64, 8, 64), (128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None),
+    (128, 128, 16, 64), (256, 32, 4, None), (256, 32, 8, None), (256, 64, 8, None), (256, 64, 16, None),
 ]  # fmt: skip
-PAIR_TILES = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 128, 16)]
-VECTOR_TILES = [(64, 128, 4), (64, 256, 8), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8), (256, 256, 16)]
+PAIR_TILES = [
+    (64, 64, 4, None), (64, 128, 4, None), (64, 128, 8, None), (128, 64, 4, None), (128, 64, 8, None),
+    (128, 64, 8, 64), (128, 128, 8, None), (128, 128, 16, None),
+]  # fmt: skip
+VECTOR_TILES = [
+    (64, 128, 4, None), (64, 256, 8, None), (128, 128, 4, None), (128, 128, 8, None), (128, 128, 8, 64),
+    (128, 256, 8, None), (256, 128, 8, None), (256, 256, 16, None),
+]  # fmt: skip
 AMAX_TILES = [(16, 256, 4), (32, 256, 4), (32, 256, 8), (64, 256, 8), (16, 512, 8), (32, 512, 16), (16, 1024, 8)]
-BLOCK_WARPS = [4, 8, 16]
+BLOCK_TILES = [(128, 128, 4, None), (128, 128, 8, None), (128, 128, 8, 128), (128, 128, 16, None), (128, 128, 16, 64)]
 GROUPS = (1, 4, 16, 1 << 20)
 
 
@@ -202,8 +211,8 @@ def sweep() -> list[dict[str, Any]]:
     def add(name: str, size: float, tiles: Iterable[Tile], run: Callable[[Tile], Callable[[], object]]) -> None:
         cases.extend((name, size, tile, run(tile)) for tile in tiles)
 
-    def each(sizes: list[tuple[int, int, int]]) -> list[Tile]:
-        return [Tile(*size, group) for size in sizes for group in GROUPS]
+    def each(sizes: list[tuple[int, int, int, int | None]], groups: tuple[int, ...] = GROUPS) -> list[Tile]:
+        return [Tile(r, c, warps, group, registers) for r, c, warps, registers in sizes for group in groups]
 
     rows = shape[0]
     add("stored", 4, each(CAST_TILES), lambda t: lambda: triton_cast.cast_stored(x, rows, tensor, tensor, slot, t))
@@ -214,14 +223,18 @@ def sweep() -> list[dict[str, Any]]:
         add("amax (group: programs)", 2, tiles, lambda t: lambda: triton_cast.amax_partials(x, t, t.group))
     for name in ("1x128", "128x128"):
         cast = Cast(E4M3, name)
-        tiles = [Tile(128, 128, warps) for warps in BLOCK_WARPS]
-        add(name, 4, tiles, lambda t, c=cast: lambda: triton_cast.cast_blocks_128(x, rows, c, c, slot, t))
+        add(
+            name,
+            4,
+            each(BLOCK_TILES, (1,)),
+            lambda t, c=cast: lambda: triton_cast.cast_blocks_128(x, rows, c, c, slot, t),
+        )
     # Groups and programs are no constants of a kernel.
-    compile_all({(name, t.rows, t.columns, t.warps): run for name, _, t, run in cases}.values())
+    compile_all({(name, t.rows, t.columns, t.warps, t.registers): run for name, _, t, run in cases}.values())
     results = []
     for name, size, tile, run in cases:
         result = bandwidth(name, shape, size, median_ms(run, 15), copy)
-        results.append({**result, "tile": f"{tile.rows}x{tile.columns}/{tile.warps} g{tile.group}"})
+        results.append({**result, "tile": f"{tile.rows}x{tile.columns}/{tile.warps} g{tile.group} r{tile.registers}"})
     return sorted(results, key=lambda r: (r["kernel"], -r["of copy"]))
 
 

@@ -27,12 +27,19 @@ class Tile:
         columns: columns of a tile, a power of two.
         warps: warps a program.
         group: rows of tiles that programs walk through together; 1 goes along the rows of the matrix.
+        registers: the most a thread may use, so that more programs run at once; ``None`` lets the compiler choose.
     """
 
     rows: int
     columns: int
     warps: int
     group: int = 1
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Launch options of Triton."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
 #: Casts with one scale for the tensor or one for each row: one or both operands.
@@ -42,7 +49,7 @@ VECTOR_AMAX_TILE = Tile(128, 128, 8)
 #: The amax of the tensor, a tile a turn.
 AMAX_TILE = Tile(32, 256, 8)
 #: Blocks of 128: the tile is the block.
-BLOCK_TILE = Tile(128, 128, 8)
+BLOCK_TILE = Tile(128, 128, 8, registers=128)
 #: Blocks of 32.
 MX_TILE = Tile(64, 64, 4)
 #: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
@@ -92,7 +99,7 @@ def cast_stored(
     triton_scalar.cast_stored[_grid(padded, columns, tile)](
         x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded, tile.group,
         straight is not None, _rule(straight), transposed is not None, _rule(transposed),
-        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
     )  # fmt: skip
     return out
 
@@ -120,7 +127,7 @@ def cast_from_data(
     triton_scalar.cast_from_amaxes[_grid(padded, columns, tile)](
         x, *_pointers(out, straight, transposed), slot, amaxes, count, rows, columns, x.stride(0), padded, tile.group,
         modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, 1 if count == 1 else AMAX_PROGRAMS,
-        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
     )  # fmt: skip
     return out
 
@@ -134,7 +141,7 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
     programs = min(programs, _grid(rows, columns, tile)[0])
     partials = x.new_empty(programs, dtype=torch.int32)
     triton_scalar.amax_partials[(programs,)](
-        x, partials, rows, columns, stride, tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps
+        x, partials, rows, columns, stride, tile.rows, tile.columns, _even(rows, columns, tile), **tile.options
     )
     return partials
 
@@ -148,7 +155,7 @@ def vector_amaxes(
     triton_scalar.amax_rows_and_columns[_grid(rows, columns, tile)](
         x, scratch, slot, rows, columns, x.stride(0), padded, tile.group,
         modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
-        slot is not None, tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+        slot is not None, tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
     )  # fmt: skip
     return scratch
 
@@ -180,7 +187,7 @@ def cast_blocks_128(
     triton_block.cast_blocks_128[_grid(padded, columns, tile)](
         x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
         _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
-        _rule(transposed), slot is not None, rows == padded, num_warps=tile.warps,
+        _rule(transposed), slot is not None, rows == padded, **tile.options,
     )  # fmt: skip
     return out
 
@@ -195,7 +202,7 @@ def cast_blocks_32(
     triton_block.cast_blocks_32[_grid(padded, columns, tile)](
         x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
         straight is not None, _rule(straight)[0], transposed is not None, _rule(transposed)[0], slot is not None,
-        tile.rows, tile.columns, _even(rows, columns, tile), num_warps=tile.warps,
+        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
     )  # fmt: skip
     return out
 

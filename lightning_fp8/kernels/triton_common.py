@@ -115,9 +115,8 @@ def encode(values, scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def tile_position(row_tiles, column_tiles, group):
-    """This program's tile. Programs walk through ``group`` rows of tiles at a time, down each column of the group."""
-    program = tl.program_id(0)
+def tile_position(program, row_tiles, column_tiles, group):
+    """A program's tile. Programs walk through ``group`` rows of tiles at a time, down each column of the group."""
     width = group * column_tiles
     first = program // width * group
     height = tl.minimum(row_tiles - first, group)

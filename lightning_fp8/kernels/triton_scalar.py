@@ -59,7 +59,7 @@ def cast_stored(
     """
     row_tiles = tl.cdiv(padded, R)
     column_tiles = tl.cdiv(columns, C)
-    row_tile, column_tile = tile_position(row_tiles, column_tiles, group)
+    row_tile, column_tile = tile_position(tl.program_id(0), row_tiles, column_tiles, group)
     row = row_tile * R
     column = column_tile * C
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
@@ -150,7 +150,7 @@ def amax_rows_and_columns(
 
     ``scratch`` holds bits, zero at first: the tensor's amax, three unused words, ``padded`` rows, ``columns`` columns.
     """
-    row_tile, column_tile = tile_position(tl.cdiv(rows, R), tl.cdiv(columns, C), group)
+    row_tile, column_tile = tile_position(tl.program_id(0), tl.cdiv(rows, R), tl.cdiv(columns, C), group)
     row = row_tile * R
     column = column_tile * C
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
@@ -197,7 +197,9 @@ def cast_from_amaxes(
     first ``count`` words of ``amaxes``, ``COUNT`` at most; those of rows and columns lie where
     ``amax_rows_and_columns`` puts them.
     """
-    row_tile, column_tile = tile_position(tl.cdiv(padded, R), tl.cdiv(columns, C), group)
+    # Backwards: what the first pass has read last is still in the cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row_tile, column_tile = tile_position(program, tl.cdiv(padded, R), tl.cdiv(columns, C), group)
     row = row_tile * R
     column = column_tile * C
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)

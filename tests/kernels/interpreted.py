@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,10 +21,10 @@ def tensorwise() -> int:
     strided = mixed_values(20, 96)[:, :48]
     inf = mixed_values(16, 32)
     inf[3, 4] = torch.inf
-    slots = [None, UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0), (-1.0, 2.0, 0.0, 7.0)]
-    checks = [(strided, setting, slot, True) for setting in ("hybrid", "straight", "transposed") for slot in slots]
-    checks += [(strided, setting, slot, False) for setting in ("hybrid", "transposed") for slot in slots[:3:2]]
-    checks += [(mixed_values(140, 80), "hybrid", UNSET, stored) for stored in (True, False)]
+    checks = [(strided, "hybrid", slot, True) for slot in (UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0))]
+    checks += [(strided, setting, UNSET, True) for setting in ("straight", "transposed")]
+    checks += [(strided, "hybrid", UNSET, False), (strided, "transposed", None, True)]
+    checks += [(mixed_values(132, 80), "hybrid", UNSET, stored) for stored in (True, False)]
     checks += [(x, "hybrid", UNSET, True) for x in (inf, torch.zeros(16, 16), torch.ones(1, 16).half())]
     for x, setting, slot, stored in checks:
         check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, stored, TOLERANCE)
@@ -34,11 +33,12 @@ def tensorwise() -> int:
 
 def rowwise() -> int:
     strided = mixed_values(20, 96)[:, :48]
-    kinds = [("rowwise", "rowwise"), ("rowwise", "tensorwise"), ("tensorwise", "rowwise")]
-    checks = [(strided, casts("hybrid", *kind), UNSET) for kind in kinds]
-    checks += [(strided, casts(setting, "rowwise", "rowwise"), UNSET) for setting in ("straight", "transposed")]
-    checks += [(mixed_values(140, 144), casts("hybrid", "rowwise", "rowwise"), None)]
-    checks += [(torch.ones(1, 16), casts("plain", "rowwise", "rowwise"), None)]
+    checks = [
+        (strided, casts("hybrid", "rowwise", "rowwise"), UNSET),
+        (strided, casts("hybrid", "rowwise", "tensorwise"), UNSET),
+        (strided, casts("straight", "rowwise", "rowwise"), UNSET),
+        (mixed_values(132, 144), casts("hybrid", "rowwise", "rowwise"), None),
+    ]
     for x, pair, slot in checks:
         check_cast(x, *pair, slot, codes_tolerance=TOLERANCE)
     return len(checks)
@@ -46,11 +46,8 @@ def rowwise() -> int:
 
 def blocks() -> int:
     x = mixed_values(140, 128)
-    checks = []
-    for kinds in ((None, "1x128", "128x128"), (None, "1x32")):
-        for straight, transposed in itertools.product(kinds, repeat=2):
-            pair = straight and Cast(E4M3, straight), transposed and Cast(E5M2, transposed, True)
-            checks += [(x, pair)] if straight or transposed else []
+    kinds = [("1x128", "1x128"), ("128x128", "128x128"), ("1x128", None), (None, "128x128")]
+    checks = [(x, (straight and Cast(E4M3, straight), kind and Cast(E5M2, kind, True))) for straight, kind in kinds]
     checks += [(mixed_values(20, 96)[:, :32], (Cast(E4M3, "1x32"), Cast(E4M3, "1x32")))]
     checks += [(mixed_values(20, 128), (Cast(E4M3, "1x128"), Cast(E4M3, "rowwise")))]
     for values, pair in checks:
