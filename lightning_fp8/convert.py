@@ -7,7 +7,8 @@ reference that anybody holds to the module or its parameters stay what they were
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,22 @@ def to_float8(
         if id(layer) in bypassed:
             layer.register_forward_pre_hook(_forbid_fast_path)
     return states
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Generator[None, None, None]:
+    """If the body raises, every module of ``model`` gets back its class, attributes and hooks."""
+    saved = [(m, type(m), vars(m).copy(), m._forward_pre_hooks.copy()) for m in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes, hooks in saved:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._forward_pre_hooks.clear()
+            module._forward_pre_hooks.update(hooks)
+        raise
 
 
 def to_linear(model: nn.Module) -> None:

@@ -115,7 +115,8 @@ def test_blocks_are_found_in_the_middle_of_a_sequential() -> None:
     model = nn.Sequential(nn.Embedding(8, 32), nn.Sequential(*(Block() for _ in range(3))), nn.Linear(32, 32))
     assert find_blocks(model, linear_layers(model)) == ["1.0.", "1.1.", "1.2."]
     mlp = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 16))
-    assert taken(mlp, keep_first_blocks=1) == {"2"}
+    assert taken(mlp, keep_first_blocks=1) == {"2"}  # Where there are no blocks within, layers are the blocks,
+    assert taken(mlp, keep_first_blocks=2) == set()  # and a ReLU is none.
     two = nn.ModuleList([nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(2)])
     assert find_blocks(two, linear_layers(two)) == ["0.", "1."]
 
