@@ -17,7 +17,6 @@ MAX_SCALE = tl.constexpr(2.0**126)
 MIN_SCALE = tl.constexpr(2.0**-126)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -94,7 +93,8 @@ def compute_e8m0_decode_scale(amax, FMAX: tl.constexpr):
     ratio = tl.div_rn(amax, FMAX)
     ratio = tl.minimum(tl.maximum(ratio, MIN_SCALE), MAX_SCALE)
     floor = round_down_to_power_of_two(ratio)
-    return tl.where(amax < INF, tl.where(floor < ratio, floor * 2.0, floor), NAN)
+    # Times zero: NaN, for an amax that is not finite.
+    return tl.where(amax < INF, tl.where(floor < ratio, floor * 2.0, floor), amax * 0.0)
 
 
 @triton.jit
