@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling
-from lightning_fp8.statistics import AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
+from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
 
 
 class ScalingState:
@@ -64,7 +64,7 @@ class ScalingState:
         if isinstance(self.recipe, DelayedScaling) and self.history is not None and self.position is not None:
             if self.recipe.smoothing:
                 # What the first window took from one rank's data would linger in the average, different on each rank.
-                self._unset_first_scales()
+                self._unset_first_scales(self.table.data[..., LAST_AMAX] < 0)
             update_scales(self.table.data, self.history, self.position, self._format_maxima, self.recipe)
         self.table.finish_step()
 
@@ -90,7 +90,7 @@ class ScalingState:
         # Scales that the rejected step itself took from its data are forgotten too.
         self._unset_first_scales(rejected)
 
-    def _unset_first_scales(self, where: Tensor | bool = True) -> None:
+    def _unset_first_scales(self, where: Tensor | bool) -> None:
         """Unset the scales that the first window took from its data, before any amax entered the history."""
         if self.history is None:
             return
@@ -181,4 +181,6 @@ def _format_maxima(recipe: Recipe, device: torch.device) -> Tensor:
     """The largest value of each role's format, straight and transposed: fp32 ``[2, 3]``."""
     casts = [recipe.casts[role] for role in ROLES]
     pairs = [(c.straight, c.transposed) for c in casts]
-    return torch.tensor([[c.format.max if c else 1.0 for c in uses] for uses in zip(*pairs)], device=device)
+    return torch.tensor(
+        [[c.format.max if c else 1.0 for c in uses] for uses in zip(*pairs, strict=True)], device=device
+    )

@@ -85,7 +85,7 @@ def test_the_same_numbers_as_the_trainer() -> None:
 
     fabric, _ = make()
     raw = Same()
-    model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=1e-2, momentum=0.9))
+    _model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=1e-2, momentum=0.9))
     losses = []
     for x, y in batches():
         # Fabric casts a module's inputs and outputs, and the loss runs outside: the Trainer's way by hand.
@@ -238,7 +238,7 @@ def test_lbfgs_is_refused() -> None:
     model, optimizer = fabric.setup(raw, torch.optim.LBFGS(raw.parameters()))
     before = [p.detach().clone() for p in raw.parameters()]
     fabric.backward(F.cross_entropy(model(batches()[0][0]), batches()[0][1]))
-    with pytest.raises(ValueError, match="LBFGS.*another optimizer"):
+    with pytest.raises(ValueError, match=r"LBFGS.*another optimizer"):
         optimizer.step()
     assert_same(before, [p.detach() for p in raw.parameters()])
 
