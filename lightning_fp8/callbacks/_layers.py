@@ -37,11 +37,13 @@ class LayerCallback(Callback):
     """
 
     def __init__(self) -> None:
+        self._trainer: pl.Trainer | None = None
         self._telemetry: Telemetry | None = None
         self._window: Tensor | None = None
         self._started: int | None = None
         self._copy = HostCopy()
         self._pending: When | None = None
+        self._loaded: dict[str, Any] | None = None
 
     # What a subclass says
 
@@ -65,6 +67,13 @@ class LayerCallback(Callback):
     def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:
         """A message has arrived; on every rank, after the batch that follows its own, or when training ends."""
 
+    def _state(self) -> dict[str, Any]:
+        """What goes into a checkpoint: plain values and tensors; empty before the first fit."""
+        return {}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was; within a fit."""
+
     # Hooks
 
     @property
@@ -75,9 +84,11 @@ class LayerCallback(Callback):
         return self._telemetry
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
         self._telemetry = Telemetry.attach(pl_module)
         self._window = self._started = self._pending = None
         self._begin(trainer, pl_module, self._telemetry)
+        self._resume()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -111,18 +122,28 @@ class LayerCallback(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._arrive(trainer)
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._arrive(trainer)
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._arrive(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._telemetry is not None:
             self._telemetry.release(pl_module)
-            self._telemetry = None
+            self._telemetry = self._trainer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._trainer is not None:
+            self._arrive(self._trainer)
+        return self._state() or self._loaded or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict or None
+        self._resume()
+
+    def _resume(self) -> None:
+        """Sharded strategies load after a fit has begun, others before."""
+        if self._loaded is not None and self._telemetry is not None:
+            self._load(self._loaded)
+            self._loaded = None
 
     def _arrive(self, trainer: pl.Trainer) -> None:
         when, self._pending = self._pending, None

@@ -96,7 +96,6 @@ class AmaxMonitor(LayerCallback):
         self._rows: list[int] = []
         self._statistics: OperandStatistics | None = None
         self._statistics_of: int | None = None
-        self._loaded: dict[str, Any] | None = None
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)
@@ -107,8 +106,6 @@ class AmaxMonitor(LayerCallback):
         self._statistics_of = None
         if self.statistics_every_n_steps is not None:
             self._statistics = OperandStatistics(telemetry, self._rows, self.what_if, self.sample_rows)
-        if self._loaded is not None:
-            self._load(self._loaded)
 
     def _due(self, trainer: pl.Trainer) -> bool:
         interval = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -190,21 +187,15 @@ class AmaxMonitor(LayerCallback):
             self._statistics = None
         super().teardown(trainer, pl_module, stage)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         if self.history is None:
-            return self._loaded or {}
+            return {}
         return {"names": list(self._names), "history": self.history.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict or None
-        if self._loaded is not None and self._telemetry is not None:
-            self._load(self._loaded)
 
     def _load(self, state: dict[str, Any]) -> None:
         # The history of other layers would stand in the wrong rows.
         if self.history is not None and state["names"] == self._names:
             self.history.load_state_dict(state["history"])
-        self._loaded = None
 
 
 class OperandStatistics:

@@ -95,7 +95,6 @@ class FP8HealthMonitor(LayerCallback):
         self._observed: Tensor | None = None
         self._spoilt: HealthEvent | None = None
         self._worst: tuple[str, str, float] | None = None
-        self._loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and "recover" in self.actions.values():
@@ -115,8 +114,6 @@ class FP8HealthMonitor(LayerCallback):
         self._health = Health(telemetry.positions, telemetry.caps(), self.limits, telemetry.device)
         self._recover = torch.tensor([self.actions[kind] == "recover" for kind in KINDS], device=telemetry.device)
         self._observed = self.verdict = None
-        if self._loaded is not None:
-            self._load(self._loaded)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -206,9 +203,9 @@ class FP8HealthMonitor(LayerCallback):
             raise RuntimeError("FP8HealthMonitor works inside Trainer.fit only: is it among the Trainer's callbacks?")
         return self._health
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         if self._health is None:
-            return self._loaded or {}
+            return {}
         return {
             "names": list(self._names),
             "health": self._health.state_dict(),
@@ -217,11 +214,6 @@ class FP8HealthMonitor(LayerCallback):
             "spoilt": self._spoilt is not None,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict or None
-        if self._loaded is not None and self._telemetry is not None:
-            self._load(self._loaded)
-
     def _load(self, state: dict[str, Any]) -> None:
         rows = {name: row for row, name in enumerate(state["names"])}
         self._running().load_state_dict(state["health"], [rows.get(name) for name in self._names])
@@ -229,7 +221,6 @@ class FP8HealthMonitor(LayerCallback):
         self.counts = Counter(state["counts"])
         nonfinite = [event for event in self.events if event.kind == "nonfinite"]
         self._spoilt = nonfinite[-1] if state["spoilt"] and nonfinite else None
-        self._loaded = None
 
 
 def _actions(action: Action | Mapping[str, Action]) -> dict[Kind, Action]:

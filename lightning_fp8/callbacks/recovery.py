@@ -317,7 +317,7 @@ class SkipBatchRecovery(Callback):
             self._write(trainer, outcome, finding, "skip")
             return False
         guard = self._running()
-        bad_weights = [] if finding.finite else guard.bad_weights()
+        bad_weights = guard.bad_weights()
         finding.culprits[:0] = bad_weights
         enabled = [name for name in guard.fp8.names if name not in self.ladder.fallen]
         action = self.ladder.rejected(

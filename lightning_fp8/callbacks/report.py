@@ -72,7 +72,6 @@ class FP8Report(LayerCallback):
         self._clock: tuple[float, int] | None = None
         self._paused = 0.0
         self._pause_began = 0.0
-        self._loaded: dict[str, Any] | None = None
         self._facts: list[tuple[str, str]] = []
         self._decisions: list[Any] = []
 
@@ -100,8 +99,6 @@ class FP8Report(LayerCallback):
         self._clock = None
         self._facts = _facts(trainer, pl_module, telemetry)
         self._decisions = [decision for conversion in telemetry.conversions for decision in conversion.decisions]
-        if self._loaded is not None:
-            self._load(self._loaded)
 
     def _due(self, trainer: pl.Trainer) -> bool:
         return trainer.global_step % self.every_n_steps == 0
@@ -208,21 +205,15 @@ class FP8Report(LayerCallback):
         ]
         return sorted(operands, key=lambda o: o.headroom if o.headroom == o.headroom else float("inf"))
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         if self._layers is None:
-            return self._loaded or {}
+            return {}
         return {"names": list(self._names), "layers": self._layers.state_dict(), "curves": self._curves.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict or None
-        if self._loaded is not None and self._telemetry is not None:
-            self._load(self._loaded)
 
     def _load(self, state: dict[str, Any]) -> None:
         self._curves.load_state_dict(state["curves"])
         if self._layers is not None and state["names"] == self._names:
             self._layers.load_state_dict(state["layers"])
-        self._loaded = None
 
 
 def _events(trainer: pl.Trainer) -> list[Event]:

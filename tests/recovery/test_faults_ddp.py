@@ -1,0 +1,53 @@
+"""Every fault on one of two ranks."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from ddp_runs import GIVING_UP, RANKS, run_ranks
+from fault_table import SCENARIOS, check
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(tmp_path_factory.mktemp("ddp"))
+
+
+def equal_on_all(ranks, name) -> bool:
+    one, two = (rank[name].weights for rank in ranks)
+    return all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_fault_on_rank_one(name, ranks):
+    scenario = SCENARIOS[name]
+    clean = ("clean", repr(scenario.fp8), scenario.optimizer, repr(scenario.settings))
+    losses = [ranks[0][*clean, seed].loss for seed in (7, 8, 9)]
+    without, with_recovery = ranks[0][f"{name}/False"], ranks[0][f"{name}/True"]
+    print(f"{name}: clean {losses[0]:.5f}, without {without.loss:.5f}, with {with_recovery.loss:.5f}")
+    check(losses[0], statistics.stdev(losses), without, with_recovery, scenario)
+    assert equal_on_all(ranks, f"{name}/True"), "the ranks stay bitwise equal"
+    first = with_recovery.events[0]
+    assert first["ranks"] == ([1] if scenario.ranks else [])
+    assert ranks[1][f"{name}/True"].events == with_recovery.events, "all ranks decide alike"
+
+
+@pytest.mark.parametrize("name", GIVING_UP)
+def test_ranks_can_leave_a_batch_out(name, ranks):
+    for rank in range(RANKS):
+        result = ranks[rank][name]
+        assert result.error == ""
+        rejected = [event for event in result.events if event["event"] == "rejected"]
+        assert [(event["batches"], event["action"]) for event in rejected] == [([5], "skip")]
+        assert rejected[0]["verdict"] == "rejected"
+    assert equal_on_all(ranks, name)
+    assert ranks[0][name].loss == pytest.approx(ranks[0]["clean-guarded"].loss, rel=0.02)
+
+
+def test_a_clean_run_is_not_touched(ranks):
+    clean = ranks[0]["clean", "None", "adamw", "{}", 7]
+    guarded = ranks[0]["clean-guarded"]
+    assert guarded.events == [] and clean.weights.keys() == guarded.weights.keys()
+    assert all(torch.equal(clean.weights[key], guarded.weights[key]) for key in clean.weights)
