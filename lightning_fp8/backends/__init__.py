@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.backends.native import NativeBackend
-from lightning_fp8.backends.registry import BACKEND_NAMES, check_support, get_backend
+from lightning_fp8.backends.registry import BACKEND_NAMES, check_support, choose_backend, get_backend
 from lightning_fp8.backends.torchao import TorchaoBackend
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
 
@@ -17,5 +17,6 @@ __all__ = [
     "TorchaoBackend",
     "TransformerEngineBackend",
     "check_support",
+    "choose_backend",
     "get_backend",
 ]

@@ -99,8 +99,8 @@ class Runtime:
 class Backend(ABC):
     """A library that multiplies. Options are its constructor's arguments.
 
-    A backend says what it can run (:meth:`support_on`, :meth:`why_not_installed`) and makes each layer's state (:meth:`make_state`), whose class
-    names the layer's new class; the rest is common.
+    A backend says what it can run (:meth:`support_on`, :meth:`why_not_installed`) and makes each layer's state
+    (:meth:`make_state`), whose class names the layer's new class; the rest is common.
     """
 
     name: ClassVar[str]

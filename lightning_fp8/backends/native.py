@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
-import torch
 from torch import nn
 
 from lightning_fp8.backends.base import Backend, Support, why_emulate
 from lightning_fp8.kernels import fbgemm
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.linear import Float8State
 from lightning_fp8.ops import GemmLibrary
 from lightning_fp8.recipes import Recipe
@@ -36,12 +36,15 @@ class NativeBackend(Backend):
             raise ValueError(f"gemm must be one of {', '.join(map(repr, get_args(GemmLibrary)))}, got {gemm!r}.")
         self.gemm = gemm
 
-    def support(self, recipe: Recipe, device: torch.device) -> Support:
-        if self.gemm == "fbgemm" and (against := fbgemm.why_not(recipe, device)):
+    def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
+        if self.gemm == "fbgemm" and (against := fbgemm.why_not(recipe, hardware)) is not None:
             return Support("refused", against)
-        if (reason := why_emulate(recipe, device)) is not None:
+        if (reason := why_emulate(recipe, hardware)) is not None:
             return Support("emulated", reason)
         return Support("native", f"FP8 tensor cores, GEMMs by {self.gemm}")
+
+    def why_not_installed(self, recipe: Recipe) -> str | None:
+        return fbgemm.why_not_installed() if self.gemm == "fbgemm" else None
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
         return Float8State(scaling, index, autocast_only, self.gemm)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8.backends.base import Backend, Support, why_emulate
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import round_up
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.ops import record_amax, record_gradient, watched_linear
@@ -35,14 +36,21 @@ class TorchaoBackend(Backend):
 
     name = "torchao"
 
-    def support(self, recipe: Recipe, device: torch.device) -> Support:
-        against = _why_not_recipe(recipe) or _why_not_installed()
-        if against is not None:
+    def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
+        if (against := _why_not_recipe(recipe)) is not None:
             return Support("refused", against)
-        emulation = why_emulate(recipe, device)
-        if emulation is not None:
-            return Support("emulated", f"{emulation}: emulated by torchao")
-        return Support("native", f"torchao {version('torchao')}")
+        if (reason := why_emulate(recipe, hardware)) is not None:
+            return Support("emulated", f"{reason}: emulated by torchao")
+        return Support("native", "FP8 tensor cores, by torchao")
+
+    def why_not_installed(self, recipe: Recipe) -> str | None:
+        remedy = f"pip install 'torchao>={'.'.join(map(str, OLDEST))}'."
+        if importlib.util.find_spec("torchao") is None:
+            return f"torchao is not installed: {remedy}"
+        installed = version("torchao")
+        if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+            return f"torchao {installed} is too old: {remedy}"
+        return None
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
         return TorchaoState(scaling, index, autocast_only)
@@ -193,13 +201,3 @@ def _why_not_recipe(recipe: Recipe) -> str | None:
 def _power_of_two(recipe: Recipe) -> bool:
     straight = recipe.casts["input"].straight
     return straight is not None and straight.power_of_two
-
-
-def _why_not_installed() -> str | None:
-    remedy = f"pip install 'torchao>={'.'.join(map(str, OLDEST))}'."
-    if importlib.util.find_spec("torchao") is None:
-        return f"torchao is not installed: {remedy}"
-    installed = version("torchao")
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        return f"torchao {installed} is too old: {remedy}"
-    return None

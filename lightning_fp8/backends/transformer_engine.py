@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.formats import compute_scale
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import amax_of, round_up
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.ops import record_amax, record_gradient, watched_linear
@@ -84,16 +85,23 @@ class TransformerEngineBackend(Backend):
         self.amax = amax
         self.fuse = tuple(tuple(group) for group in fuse)
 
-    def support(self, recipe: Recipe, device: torch.device) -> Support:
-        against = self.why_not_recipe(recipe) or _why_not_installed()
-        if against is None and device.type != "cuda":
-            against = "Transformer Engine needs a CUDA device: use backend='native', which runs everywhere."
-        if against is None:
-            available, reason = _availability(recipe)
-            against = None if available else f"{reason} Use backend='native', which emulates what the device lacks."
-        if against is not None:
-            return Support("refused", against)
-        return Support("native", f"Transformer Engine, {type(_library_recipe(recipe, self.fp8_dpa)).__name__}")
+    def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
+        against = self.why_not_recipe(recipe) or _why_not_hardware(recipe, hardware)
+        return Support("refused", against) if against else Support("native", "FP8 tensor cores, by Transformer Engine")
+
+    def why_not_installed(self, recipe: Recipe) -> str | None:
+        remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', built for your torch and CUDA."
+        if importlib.util.find_spec("transformer_engine") is None:
+            return f"Transformer Engine is not installed: {remedy}"
+        try:
+            library = load()
+        except (ImportError, OSError, RuntimeError, AssertionError) as error:
+            return f"Transformer Engine does not load ({error}): {remedy}"
+        if not hasattr(library, "autocast"):
+            return f"This Transformer Engine is too old, it has no te.autocast: {remedy}"
+        available = {BlockwiseScaling: library.is_fp8_block_scaling_available, MXFP8Scaling: library.is_mxfp8_available}
+        runs, reason = available.get(type(recipe), library.is_fp8_available)(return_reason=True)
+        return None if runs else f"Transformer Engine says: {reason} Use backend='native'."
 
     def why_not_recipe(self, recipe: Recipe) -> str | None:
         """Why Transformer Engine cannot cast as ``recipe`` and the options say, with the remedy."""
@@ -413,26 +421,18 @@ def load() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def _why_not_installed() -> str | None:
-    remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', built for your torch and CUDA."
-    if importlib.util.find_spec("transformer_engine") is None:
-        return f"Transformer Engine is not installed: {remedy}"
-    try:
-        library = load()
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return f"Transformer Engine does not load ({error}): {remedy}"
-    if not hasattr(library, "autocast"):
-        return f"This Transformer Engine is too old, it has no te.autocast: {remedy}"
+def _why_not_hardware(recipe: Recipe, hardware: Hardware) -> str | None:
+    """Transformer Engine's own conditions (``transformer_engine/pytorch/quantization.py``, 2.20), with the remedy."""
+    remedy = "use backend='native', which emulates what the hardware lacks."
+    if hardware.type != "cuda":
+        return f"Transformer Engine needs a CUDA device: {remedy}"
+    if hardware.capability < (8, 9):
+        return f"Transformer Engine needs compute capability 8.9: {remedy}"
+    if isinstance(recipe, BlockwiseScaling) and (hardware.capability < (9, 0) or hardware.cuda < (12, 9)):
+        return f"Transformer Engine's block scaling needs compute capability 9.0 and CUDA 12.9: {remedy}"
+    if isinstance(recipe, MXFP8Scaling) and not (10, 0) <= hardware.capability < (12, 0):
+        return f"Transformer Engine's MXFP8 needs compute capability 10.x or 11.x: {remedy}"
     return None
-
-
-def _availability(recipe: Recipe) -> tuple[bool, str]:
-    library = load()
-    if isinstance(recipe, BlockwiseScaling):
-        return library.is_fp8_block_scaling_available(return_reason=True)
-    if isinstance(recipe, MXFP8Scaling):
-        return library.is_mxfp8_available(return_reason=True)
-    return library.is_fp8_available(return_reason=True)
 
 
 def _check_attention(model: nn.Module) -> None:

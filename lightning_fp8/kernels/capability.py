@@ -8,34 +8,56 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import NamedTuple
 
 import torch
 
 
-def supports(granularity: str, device: torch.device | str) -> tuple[bool, str]:
+class Hardware(NamedTuple):
+    """What decides which FP8 products run on a device.
+
+    Attributes:
+        type: the device's type, as torch calls it.
+        capability: compute capability of a CUDA device.
+        cuda: the CUDA version that torch was built with.
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    cuda: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(device: torch.device | str) -> Hardware:
+        """That of a device; a CUDA device without index is the current one."""
+        device = torch.device(device)
+        if device.type != "cuda" or torch.version.hip is not None:
+            return Hardware("AMD GPU" if device.type == "cuda" else device.type)
+        return Hardware("cuda", compute_capability(device_index(device)), cuda_version())
+
+
+def supports(granularity: str, device: torch.device | str | Hardware) -> tuple[bool, str]:
     """Whether a GEMM of operands with such scales runs on FP8 tensor cores there.
 
     Args:
         granularity: as in :class:`lightning_fp8.recipes.Cast`.
-        device: any device; a CUDA device without index is the current one.
+        device: any device, or a description of one.
 
     Returns:
         Whether it does, and why not; the reason is empty if it does. Elsewhere the arithmetic is emulated.
     """
-    device = torch.device(device)
-    if device.type != "cuda":
-        return False, f"{device.type} has no FP8 tensor cores"
-    if torch.version.hip is not None:
-        return False, "AMD GPUs are not supported"
-    major, minor = compute_capability(device_index(device))
+    hardware = device if isinstance(device, Hardware) else Hardware.of(device)
+    if hardware.type != "cuda":
+        return False, f"{hardware.type} has no FP8 tensor cores"
+    major, minor = hardware.capability
     name = f"compute capability {major}.{minor}"
     if (major, minor) < (8, 9):
         return False, f"{name} has no FP8 tensor cores (8.9 is the first that has)"
     if granularity in ("1x128", "128x128"):
         if major != 9:
             return False, f"{granularity} scales need Hopper (9.0), this GPU has {name}"
-        if cuda_version() < (12, 9):
-            return False, f"{granularity} scales need CUDA 12.9, torch was built with {torch.version.cuda}"
+        if hardware.cuda < (12, 9):
+            version = ".".join(map(str, hardware.cuda))
+            return False, f"{granularity} scales need CUDA 12.9, torch was built with {version}"
     if granularity == "1x32" and not 10 <= major < 12:
         return False, f"{granularity} scales need Blackwell (10.0), this GPU has {name}"
     return True, ""

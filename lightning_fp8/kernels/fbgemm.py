@@ -14,27 +14,31 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import Cast, Recipe
 
+_REMEDY = "use gemm='torch'."
 _TAKEN = {("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("1x128", "128x128")}
 
 
-def why_not(recipe: Recipe, device: torch.device) -> str | None:
-    """Why ``gemm="fbgemm"`` makes no sense for ``recipe`` on ``device``, with the remedy; ``None`` if it does."""
-    remedy = "use gemm='torch'."
-    if device.type != "cuda":
-        return f"FBGEMM's FP8 kernels run on CUDA devices only: {remedy}"
+def why_not(recipe: Recipe, hardware: Hardware) -> str | None:
+    """Why ``gemm="fbgemm"`` makes no sense for ``recipe`` there, with the remedy; ``None`` if it does."""
+    if hardware.type != "cuda" or hardware.capability[0] != 9:
+        return f"FBGEMM's FP8 kernels are built for Hopper (compute capability 9.0): {_REMEDY}"
     pairs = [recipe.gemm_casts("output"), recipe.gemm_casts("grad_input"), recipe.gemm_casts("grad_weight")]
     if not any(pair is not None and _takes_casts(pair) for pair in pairs):
-        return f"FBGEMM has no kernel for any product of this recipe: {remedy}"
+        return f"FBGEMM has no kernel for any product of this recipe: {_REMEDY}"
+    return None
+
+
+def why_not_installed() -> str | None:
+    """What to install; ``None`` if the library loads."""
     if importlib.util.find_spec("fbgemm_gpu") is None:
-        return f"FBGEMM is not installed: pip install 'fbgemm-gpu-genai>=1.6' (built for your torch), or {remedy}"
+        return f"FBGEMM is not installed: pip install 'fbgemm-gpu-genai>=1.6' (built for your torch), or {_REMEDY}"
     try:
         load()
     except (ImportError, OSError) as error:
-        return f"FBGEMM does not load ({error}): install the fbgemm-gpu-genai built for your torch, or {remedy}"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return f"FBGEMM's FP8 kernels are built for Hopper (compute capability 9.0): {remedy}"
+        return f"FBGEMM does not load ({error}): install the fbgemm-gpu-genai built for your torch, or {_REMEDY}"
     return None
 
 

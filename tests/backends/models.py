@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_fp8 import LayerSelection, convert_model
 from lightning_fp8.backends import Backend, Support
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.recipes import Recipe
 
@@ -17,9 +18,12 @@ ALL = LayerSelection(head=True)
 class StandIn(TransformerEngineBackend):
     """Transformer Engine's backend, its requirement of a CUDA device aside."""
 
-    def support(self, recipe: Recipe, device: torch.device) -> Support:
+    def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
         against = self.why_not_recipe(recipe)
         return Support("refused", against) if against else Support("emulated", "a stand-in")
+
+    def why_not_installed(self, recipe: Recipe) -> str | None:
+        return None
 
 
 class Block(nn.Module):

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, StaticScaling, revert_model
 from lightning_fp8 import step as fp8_step
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend, TransformerEngineLinear
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import RECIPE_NAMES, BlockwiseScaling, TensorwiseScaling, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE
 from tests.backends.models import FUSE, Block, StandIn, batch, convert, mlp
 
 CPU = torch.device("cpu")
+HOPPER = Hardware("cuda", (9, 0), (13, 0))
 
 
 def train_step(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -195,7 +197,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_recipes(case: str) -> None:
     recipe, options, words = REFUSED[case]
-    support = TransformerEngineBackend(**options).support(get_recipe(recipe), torch.device("cuda"))
+    support = TransformerEngineBackend(**options).support_on(get_recipe(recipe), HOPPER)
     assert support.kind == "refused" and words in support.reason and "use " in support.reason
 
 
@@ -206,23 +208,19 @@ def test_unknown_options(options: Any) -> None:
 
 
 def test_missing_library_names_what_to_install() -> None:
-    support = TransformerEngineBackend().support(get_recipe("delayed"), torch.device("cuda"))
-    assert support.kind == "refused" and "pip install" in support.reason
+    against = TransformerEngineBackend().why_not_installed(get_recipe("delayed"))
+    assert against is not None and "pip install" in against and "\n" not in against
 
 
-def test_needs_cuda(library: ModuleType) -> None:
-    support = TransformerEngineBackend().support(get_recipe("delayed"), CPU)
+def test_hardware(library: ModuleType) -> None:
+    backend = TransformerEngineBackend()
+    support = backend.support(get_recipe("delayed"), CPU)
     assert support.kind == "refused" and "backend='native'" in support.reason
-    cuda = torch.device("cuda")
-    assert TransformerEngineBackend().support(get_recipe("delayed"), cuda).kind == "native"
-    assert "10.0" in TransformerEngineBackend().support(get_recipe("mxfp8"), cuda).reason
-
-
-def test_every_recipe_is_answered(library: ModuleType) -> None:
-    backend, cuda = TransformerEngineBackend(), torch.device("cuda")
-    kinds = {name: backend.support(get_recipe(name), cuda).kind for name in RECIPE_NAMES}
-    assert kinds["blockwise"] == kinds["static"] == kinds["tensorwise"] == "native"
-    assert kinds["rowwise"] == kinds["rowwise_gw_hp"] == "refused"
+    assert backend.why_not_installed(get_recipe("delayed")) is None
+    assert "10.0" in str(backend.why_not_installed(get_recipe("mxfp8")))  # The library has the last word.
+    kinds = {name: backend.support_on(get_recipe(name), HOPPER).kind for name in RECIPE_NAMES}
+    assert kinds["delayed"] == kinds["blockwise"] == kinds["static"] == kinds["tensorwise"] == "native"
+    assert kinds["rowwise"] == kinds["rowwise_gw_hp"] == kinds["mxfp8"] == "refused"
 
 
 # --- weights kept over micro-batches
