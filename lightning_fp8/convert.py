@@ -72,7 +72,7 @@ def to_linear(model: nn.Module) -> None:
             for key in [k for k, hook in hooks.items() if hook in (_convert_when_materialized, _forbid_fast_path)]:
                 del hooks[key]
             if isinstance(layer, Float8Linear):
-                layer.__class__ = nn.Linear
+                layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _convert_when_materialized(layer: nn.Module, args: Any) -> None:

@@ -63,7 +63,8 @@ class Float8State:
 
     def link(self) -> None:
         """Take the slots anew, after the table moved."""
-        self.slots = tuple(self.scaling.table.slot(self.index, role) for role in ROLES)
+        of_input, of_weight, of_grad_output = (self.scaling.table.slot(self.index, role) for role in ROLES)
+        self.slots = (of_input, of_weight, of_grad_output)
 
     def __getstate__(self) -> dict[str, Any]:
         # Slots are views over the table's memory: a copy must view its own table's.
@@ -134,7 +135,7 @@ class Float8Linear(nn.Linear):
         return self
 
 
-def _map_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _map_rows(function: Callable[[Tensor], Tensor], x: Any) -> Tensor:
     """Apply ``function`` to all rows of a nested tensor at once.
 
     ``nn.TransformerEncoder`` makes nested tensors of padded batches in evaluation.

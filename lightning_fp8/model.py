@@ -158,9 +158,9 @@ def convert_model(
     """
     recipe, backend, selection = get_recipe(recipe), get_backend(backend), _checked_selection(layers)
     existing = conversions(model)
-    current = model.__dict__.get(_ATTRIBUTE)
-    same = current is not None and current.same_settings(recipe, backend, layers, autocast_only)
-    if same and existing == [current] and current.describes(model):
+    current: Any = model.__dict__.get(_ATTRIBUTE)
+    alone = isinstance(current, Conversion) and existing == [current] and current.describes(model)
+    if alone and current.same_settings(recipe, backend, layers, autocast_only):
         return model
     support = check_support(backend, recipe, torch.device(device) if device is not None else _device_of(model))
     selection.check(model)
