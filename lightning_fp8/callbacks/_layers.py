@@ -117,7 +117,7 @@ class LayerCallback(Callback):
         window, self._window = self._window, None
         self._copy.start(self._message(trainer, window, outputs))
         log_step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._pending = When(self._started or 0, log_step - 1, trainer.current_epoch)
+        self._pending = When(self._started or 0, log_step, trainer.current_epoch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._arrive(trainer)

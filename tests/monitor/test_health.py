@@ -1,0 +1,195 @@
+"""The judgement on the device: what is called trouble, when, and which operand is first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fp8.health import KINDS, Health, HealthEvent, HealthLimits
+from lightning_fp8.history import ThinnedHistory, capacity_for
+from lightning_fp8.recipes import ROLES
+
+NAMES = ["a", "b", "c", "d"]
+
+
+class Run:
+    """Steps of a Health, with the events of each."""
+
+    def __init__(self, limits: HealthLimits | None = None, cap: float = math.inf) -> None:
+        self.health = Health(range(len(NAMES)), torch.full((4, 3), cap), limits or HealthLimits())
+        self.step = 0
+
+    def __call__(self, amax: Tensor, scale: float = 0.0, kept: bool = True) -> list[HealthEvent]:
+        _, message = self.health.observe(amax, torch.full_like(amax, scale))
+        self.health.commit(torch.tensor(kept))
+        self.step += 1
+        return self.health.events(self.health.unpack(message), NAMES, self.step - 1)
+
+    def settle(self, steps: int = 12) -> Run:
+        for _ in range(steps):
+            assert self(torch.ones(4, 3)) == []
+        return self
+
+
+def planted(layer: int, role: int, value: float) -> Tensor:
+    amax = torch.ones(4, 3)
+    amax[layer, role] = value
+    return amax
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("role", range(3))
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_one_bad_operand_is_named(layer: int, role: int, value: float) -> None:
+    (event,) = Run()(planted(layer, role, value))
+    assert (event.kind, event.step, event.layer, event.role, event.ranks) == (
+        "nonfinite", 0, NAMES[layer], ROLES[role], (0,),
+    )  # fmt: skip
+    assert math.isnan(event.amax) == math.isnan(value)
+    assert event.direction == ("backward" if role == 2 else "forward")
+
+
+def test_forward_is_before_backward_and_backward_runs_in_reverse() -> None:
+    amax = torch.ones(4, 3)
+    amax[:3, 2] = math.nan
+    (event,) = Run()(amax)
+    assert (event.layer, event.role, event.count) == ("c", "grad_output", 3)
+    assert event.others == ("b/grad_output", "a/grad_output")
+    amax[3, 1] = math.inf
+    (event,) = Run()(amax)
+    assert (event.layer, event.role) == ("d", "weight")
+
+
+def test_the_order_of_execution_decides() -> None:
+    run = Run()
+    run.health.set_positions([3, 0, 1, 2])
+    amax = torch.ones(4, 3)
+    amax[[0, 2], 0] = math.nan
+    (event,) = run(amax)
+    assert event.layer == "c"
+
+
+def test_a_jump_is_a_spike_and_a_slow_drift_is_not() -> None:
+    run = Run().settle()
+    (event,) = run(planted(1, 0, 4.0))
+    assert (event.kind, event.layer, event.role, event.amax, event.reference) == ("spike", "b", "input", 4.0, 1.0)
+    run = Run()
+    for number in range(100):
+        assert run(torch.full((4, 3), 1.02**number)) == []
+
+
+def test_a_lasting_jump_is_one_event_and_a_later_one_is_another() -> None:
+    run = Run().settle()
+    events = [event for _ in range(30) for event in run(planted(1, 0, 4.0))]
+    assert len(events) == 1
+    assert len(run(planted(1, 0, 20.0))) == 1
+
+
+def test_nothing_is_a_spike_before_the_window_is_full() -> None:
+    run = Run()
+    for number in range(10):
+        assert run(torch.full((4, 3), 10.0**number)) == []
+
+
+def test_bad_samples_do_not_enter_the_mean() -> None:
+    run = Run().settle()
+    before = run.health.ring.clone()
+    run(planted(0, 0, math.nan))
+    run(torch.full((4, 3), 2.0), kept=False)
+    assert torch.equal(run.health.ring[0, 0], before[0, 0])
+    assert run.health.ring.max() == 1.0
+
+
+def test_operands_that_were_not_seen_keep_their_history() -> None:
+    run = Run().settle()
+    count = run.health.count.clone()
+    run(planted(2, 1, -1.0))
+    assert run.health.count[2, 1] == count[2, 1] and run.health.count[0, 0] == count[0, 0] + 1
+
+
+def test_zero_gradients_are_reported_after_some_patience_and_once() -> None:
+    run = Run(HealthLimits(patience=3))
+    told = [(run.step - 1, event.kind, event.layer) for _ in range(8) for event in run(planted(3, 2, 0.0))]
+    assert told == [(2, "zero_gradient", "d")]
+    assert run(planted(3, 0, 0.0)) == []  # An input of zeros is no gradient.
+
+
+def test_a_scale_at_its_cap_is_reported() -> None:
+    run = Run(HealthLimits(patience=3), cap=100.0)
+    assert [len(run(torch.ones(4, 3), scale)) for scale in (100.0, 100.0, 50.0, 100.0, 100.0)] == [0] * 5
+    (event,) = run(torch.ones(4, 3), 100.0)
+    assert (event.kind, event.count, event.reference) == ("scale_at_cap", 12, 100.0)
+
+
+def test_drift_over_many_steps_is_its_own_event() -> None:
+    run = Run(HealthLimits(drift=3.0))
+    kinds = [event.kind for number in range(400) for event in run(torch.full((4, 3), 1.02**number))]
+    assert kinds == ["drift"]
+    run = Run(HealthLimits(drift=None))
+    assert not [event for number in range(400) for event in run(torch.full((4, 3), 1.02**number))]
+
+
+def test_observing_twice_before_a_step_counts_once() -> None:
+    health = Health(range(4), torch.full((4, 3), math.inf), HealthLimits())
+    for _ in range(3):
+        health.observe(torch.ones(4, 3), torch.zeros(4, 3))
+    health.commit()
+    health.commit()
+    assert (health.count == 1).all()
+
+
+def test_memory_is_constant() -> None:
+    run = Run(HealthLimits())
+    sizes = []
+    for _ in range(50):
+        run(torch.rand(4, 3))
+        sizes.append(sum(v.numel() for v in vars(run.health).values() if isinstance(v, Tensor)))
+    assert len(set(sizes)) == 1
+
+
+def test_history_goes_on_after_a_reload_with_other_layers() -> None:
+    run = Run().settle()
+    state = run.health.state_dict()
+    other = Health(range(2), torch.full((2, 3), math.inf), HealthLimits())
+    other.load_state_dict(state, [None, 1])
+    assert (other.count[1] == 12).all() and (other.count[0] == 0).all()
+    found, _ = other.observe(torch.tensor([[9.0] * 3, [9.0] * 3]), torch.zeros(2, 3))
+    assert found.tolist() == [kind == "spike" for kind in KINDS]
+
+
+def test_a_model_without_linear_layers_is_well() -> None:
+    health = Health([], torch.zeros(0, 3), HealthLimits())
+    found, message = health.observe(torch.zeros(0, 3), torch.zeros(0, 3))
+    health.commit()
+    assert not found.any() and health.events(health.unpack(message), [], 0) == []
+
+
+@pytest.mark.parametrize("bad", [{"spike": 1.0}, {"spike": math.nan}, {"window": 0}, {"patience": 0}, {"drift": -1.0}])
+def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="|".join(bad)):
+        HealthLimits(**bad)
+
+
+def test_events_survive_as_plain_values() -> None:
+    event = HealthEvent("spike", 3, "a", "input", (0, 1), 4.0, 1.0, ("b/input",), 2)
+    assert HealthEvent.from_dict(event.to_dict()) == event
+    assert "ranks 0, 1" in event.message() and "'a'" in event.message() and "4 times" in event.message()
+
+
+def test_a_long_history_is_thinned_evenly() -> None:
+    history = ThinnedHistory((2,), capacity=8)
+    for number in range(1000):
+        history.append(number, torch.tensor([float(number), -1.0]))
+        assert len(history) <= 8
+    steps = history.steps.tolist()
+    assert {b - a for a, b in zip(steps, steps[1:], strict=False)} == {history.stride}
+    assert history.values[:, 0].tolist() == steps and steps[-1] >= 1000 - 2 * history.stride
+    again = ThinnedHistory((2,), capacity=8)
+    again.load_state_dict(history.state_dict())
+    for other in (history, again):
+        other.append(1000, 5.0)
+    assert torch.equal(again.steps, history.steps) and torch.equal(again.values, history.values)
+    assert capacity_for((10_000, 3, 2), 256) < 100

@@ -1,0 +1,235 @@
+"""FP8HealthMonitor in the Trainer: faults are named exactly, clean runs report nothing."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
+
+from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
+from lightning_fp8.health import HealthEvent
+from lightning_fp8.recipes import ROLES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FIRST, MIDDLE, LAST = "blocks.0", "late", "head"
+
+
+def fit(*callbacks: pl.Callback, steps: int, plugin: Any = None, model: Net | None = None, **kwargs: Any) -> pl.Trainer:
+    trainer = make_trainer(list(callbacks), steps, plugin, **kwargs)
+    trainer.fit(model or Net(), batches(steps * trainer.accumulate_grad_batches))
+    return trainer
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", None])
+def test_every_planted_fault_is_one_event_and_clean_steps_are_none(recipe: str | None) -> None:
+    """Each role, forward and backward, in the first, a middle and the last layer; NaN and Inf; clean steps between."""
+    cases = product((math.nan, math.inf), ROLES, (FIRST, MIDDLE, LAST))
+    faults = [Fault(2 + 2 * n, layer, role, value) for n, (value, role, layer) in enumerate(cases)]
+    monitor = FP8HealthMonitor()
+    fit(monitor, Plant(*faults), steps=faults[-1].step + 3, plugin=precision(recipe) if recipe else None)
+    told = [(e.kind, e.step, e.layer, e.role, e.ranks) for e in monitor.events]
+    assert told == [("nonfinite", f.step, f.layer, f.role, (0,)) for f in faults]
+    for event, fault in zip(monitor.events, faults, strict=True):
+        assert event.direction == ("backward" if fault.role == "grad_output" else "forward")
+        if fault.value == math.inf:
+            assert event.amax == math.inf
+
+
+def test_what_a_fault_leaves_behind_is_the_same_event() -> None:
+    monitor = FP8HealthMonitor()
+    fit(monitor, Plant(Fault(3, MIDDLE, "input", math.nan), keep_gradients=True), steps=8, plugin=precision())
+    (event,) = monitor.events
+    assert (event.step, event.layer, event.role, event.steps) == (3, MIDDLE, "input", 5)
+
+
+@pytest.mark.parametrize(("role", "layer"), [("input", FIRST), ("weight", MIDDLE), ("grad_output", LAST)])
+def test_a_jump_is_reported(role: str, layer: str) -> None:
+    monitor = FP8HealthMonitor()
+    fit(monitor, Plant(Fault(15, layer, role, factor=4.0)), steps=18, plugin=precision())
+    (event,) = [event for event in monitor.events if event.kind == "spike"]
+    assert (event.step, event.layer, event.role) == (15, layer, role)
+    assert event.amax == pytest.approx(4 * event.reference, rel=0.05)
+
+
+def test_a_clean_run_and_a_slow_drift_report_nothing() -> None:
+    class Drift(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+            batch.mul_(1.03)
+
+    monitor = FP8HealthMonitor("raise")
+    fit(Drift(), monitor, steps=40, plugin=precision(), model=Net(lr=0.0))
+    assert monitor.events == []
+    health = monitor._health
+    assert health is not None and (health.count == 40).all()
+    assert health.ring[0, 0].max() > 2 * health.ring[0, 1].max()  # It did drift.
+
+
+def test_the_order_of_execution_is_seen() -> None:
+    monitor = FP8HealthMonitor()
+    trainer = make_trainer([monitor], 2)
+    net = Net()
+    positions: list[tuple[str, int]] = []
+    net.on_train_end = lambda: positions.extend(  # type: ignore[method-assign]
+        zip(monitor.telemetry.names, monitor.telemetry.positions, strict=True)
+    )
+    trainer.fit(net, batches(2))
+    assert tuple(sorted(dict(positions), key=dict(positions).__getitem__)) == EXECUTED
+
+
+def test_losses_are_the_same_with_and_without() -> None:
+    def losses(*callbacks: pl.Callback) -> list[float]:
+        values: list[float] = []
+
+        class Keep(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int) -> None:
+                values.append(outputs["loss"].item())
+
+        fit(*callbacks, Keep(), steps=6, plugin=precision(), model=Net(lr=0.1))
+        return values
+
+    assert losses(FP8HealthMonitor()) == losses()
+
+
+def test_raise_names_the_layer_a_step_later() -> None:
+    monitor = FP8HealthMonitor({"nonfinite": "raise"})
+    with pytest.raises(
+        FP8HealthError, match=r"Step 4: NaN first seen in the weight of 'late' \(forward, rank 0\)"
+    ) as e:
+        fit(monitor, Plant(Fault(4, MIDDLE, "weight", math.nan)), steps=20, plugin=precision())
+    assert e.value.event == monitor.events[0]
+    monitor = FP8HealthMonitor("raise")
+    with pytest.raises(FP8HealthError):  # In the very last step too.
+        fit(monitor, Plant(Fault(4, MIDDLE, "weight", math.nan)), steps=5, plugin=precision())
+
+
+def test_warn_log_and_ignore(caplog: pytest.LogCaptureFixture) -> None:
+    fault = Fault(3, FIRST, "input", math.nan)
+    with pytest.warns(UserWarning, match="NaN first seen in the input of 'blocks.0'"):
+        fit(FP8HealthMonitor(), Plant(fault), steps=5)
+    for action, lines in (("log", 1), ("ignore", 0)):
+        caplog.clear()
+        with caplog.at_level("INFO", "lightning_fp8"), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*first seen.*")
+            monitor = FP8HealthMonitor(action)  # type: ignore[arg-type]
+            fit(monitor, Plant(fault), steps=5)
+        assert len([r for r in caplog.records if "first seen" in r.getMessage()]) == lines
+        assert len(monitor.events) == 1
+
+
+def test_recover_needs_somebody_after_it_who_rejects() -> None:
+    with pytest.raises(MisconfigurationException, match="SkipBatchRecovery after it"):
+        fit(FP8HealthMonitor("recover"), steps=1)
+
+
+def test_recover_hands_over_the_verdict_before_the_step() -> None:
+    class Rejecter(pl.Callback):
+        def __init__(self) -> None:
+            self.flags: list[bool] = []
+
+        def reject_where(self, flag: torch.Tensor) -> None:
+            self.flags.append(bool(flag))
+
+    rejecter = Rejecter()
+    monitor = FP8HealthMonitor({"nonfinite": "recover", "spike": "ignore"})
+    fit(monitor, rejecter, Plant(Fault(2, FIRST, "grad_output", math.nan)), steps=4)
+    assert rejecter.flags == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("action", "named"), [("shout", "'shout'"), ({"noise": "warn"}, "noise")])
+def test_unknown_kinds_and_actions_are_refused(action: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        FP8HealthMonitor(action)
+
+
+def test_steps_that_recovery_takes_back_do_not_count() -> None:
+    class TakeBack(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            if trainer.global_step % 2:
+                optimizer.zero_grad(set_to_none=True)
+                for conversion in trainer.precision_plugin.conversions:  # type: ignore[attr-defined]
+                    conversion.runtime.discard()
+
+    monitor = FP8HealthMonitor()
+    fit(
+        TakeBack(), monitor, steps=10, plugin=precision()
+    )  # Listed before the monitor, which sees the step all the same.
+    assert monitor._health is not None and (monitor._health.count == 5).all()
+
+
+def test_evaluation_sanity_checks_and_accumulation_do_not_disturb() -> None:
+    monitor = FP8HealthMonitor()
+    trainer = make_trainer(
+        [monitor], 12, precision(), accumulate_grad_batches=2, val_check_interval=4, num_sanity_val_steps=2
+    )
+    trainer.fit(Net(), batches(24), batches(2))
+    assert monitor.events == []
+    assert monitor._health is not None and (monitor._health.count == 12).all()
+
+
+def test_several_optimizers_count_once_a_batch() -> None:
+    class Two(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.blocks.parameters(), 1e-4), torch.optim.SGD(self.late.parameters(), 1e-4)]
+
+    net = Two()
+    net.automatic_optimization = False
+    monitor = FP8HealthMonitor()
+    trainer = make_trainer([monitor, Plant(Fault(8, MIDDLE, "grad_output", math.nan))], 20, precision())
+    trainer.fit(net, batches(10))
+    assert [(e.layer, e.role) for e in monitor.events] == [(MIDDLE, "grad_output")]
+    assert monitor._health is not None and monitor._health.count.max() == 10
+
+
+def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
+    def run(steps: int, path: Path | None = None) -> FP8HealthMonitor:
+        monitor = FP8HealthMonitor()
+        plant = Plant(Fault(3, FIRST, "input", math.nan), Fault(12, MIDDLE, "weight", factor=4.0))
+        save = ModelCheckpoint(tmp_path, filename=f"{steps}", save_last=False, every_n_train_steps=6, save_top_k=-1)
+        trainer = make_trainer([monitor, plant, save], steps, precision(), enable_checkpointing=True)
+        trainer.fit(Net(), batches(20), ckpt_path=path)
+        return monitor
+
+    whole = run(14)
+    run(6)
+    resumed = run(14, tmp_path / "6.ckpt")
+    assert [event.message() for event in resumed.events] == [event.message() for event in whole.events]
+    assert [event.kind for event in resumed.events] == ["nonfinite", "spike"]
+    for name, values in whole.state_dict()["health"].items():
+        assert torch.equal(values, resumed.state_dict()["health"][name]), name
+
+
+def test_the_progress_bar_shows_the_worst_layer() -> None:
+    descriptions: list[str] = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            descriptions.append(self.train_progress_bar.desc)
+
+    bar = Bar()
+    fit(FP8HealthMonitor(), bar, steps=4, plugin=precision(), enable_progress_bar=True)
+    assert "fp8_headroom" in bar.trainer.progress_bar_metrics
+    assert any(f"{name}/{role}" in descriptions[-1] for name in EXECUTED for role in ROLES)
+
+
+def test_events_are_bounded() -> None:
+    monitor = FP8HealthMonitor()
+    monitor.events = [HealthEvent("spike", 0, LAST, "input", (0,), 4.0, 1.0)] * 1000
+    fit(monitor, Plant(Fault(1, FIRST, "input", math.nan)), steps=3)
+    assert len(monitor.events) == 1000 and monitor.events[-1].layer == FIRST
