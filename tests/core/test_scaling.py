@@ -296,6 +296,9 @@ def rank_main(rank: int, store: str, results: Any) -> None:
         found["shared"] = run(shared, [NOT_SEEN, 4.0][rank])[0]
         # Ranks whose layer took its first scale from different data agree after the step.
         found["tables_agree"] = shared.table.data[..., SCALE].tolist()
+        smooth = make(amax_history_len=2, smoothing=0.5)
+        smooth.table.data[0, 0, SCALE] = [224.0, 56.0][rank]  # Each from its own data, in the first step.
+        found["smooth"] = [run(smooth, [2.0, 8.0][rank])[0], run(smooth, [1.0, 4.0][rank])[0]]
         alone = make(amax_history_len=2, reduce_amax=False)
         found["alone"] = run(alone, [2.0, 8.0][rank])[0]
 
@@ -319,6 +322,7 @@ def test_ranks_share_their_amaxes(tmp_path: Path) -> None:
     assert [r["rest"] for r in ranks] == [0.0, 0.0]
     assert [r["shared"] for r in ranks] == [56.0, 56.0]
     assert ranks[0]["tables_agree"] == ranks[1]["tables_agree"]
+    assert [r["smooth"] for r in ranks] == [[56.0, 56.0]] * 2
     assert [r["alone"] for r in ranks] == [224.0, 56.0]
     assert [r["group"] for r in ranks] == [224.0, 56.0]
 
