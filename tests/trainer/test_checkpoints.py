@@ -123,6 +123,15 @@ def test_resume_in_mid_epoch_with_validation_in_between(tmp_path: Path) -> None:
     assert_resumed(whole, resumed, 10)
 
 
+def test_resume_where_validation_follows_the_checkpoint(tmp_path: Path) -> None:
+    """Lightning does not validate again there, so the validation loader must not draw from the global numbers."""
+    val = DataLoader(dataset(8), batch_size=4, generator=torch.Generator())
+    settings = {"val": val, "val_check_interval": 3}
+    whole = run(tmp_path, data=StatefulLoader(), **settings)
+    resumed = run(tmp_path / "b", data=StatefulLoader(), **settings, resume=tmp_path / "step=9.ckpt")
+    assert_resumed(whole, resumed, 9)
+
+
 def test_resume_in_mid_epoch_with_a_plain_loader_is_warned_of(tmp_path: Path) -> None:
     run(tmp_path, data=loader(), epochs=1)
     with pytest.warns(UserWarning, match="not resumable"):
@@ -243,6 +252,12 @@ def test_a_weights_only_checkpoint_has_no_fp8_state(tmp_path: Path) -> None:
     again = Net()
     make_trainer().validate(again, loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
     assert torch.equal(again.head.weight, trainer.lightning_module.head.weight)
+
+
+def test_load_from_checkpoint_gives_plain_layers(saved: Path) -> None:
+    model = Net.load_from_checkpoint(saved)
+    assert type(model.body[0]) is torch.nn.Linear
+    assert torch.equal(model.head.weight, torch.load(saved, weights_only=True)["state_dict"]["head.weight"])
 
 
 def test_it_loads_where_the_package_is_not_installed(saved: Path) -> None:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_models import Net, differs, fit, fp8_state, plugin
+from trainer_models import Net, assert_same, differs, fit, fp8_state, plugin
 
 from lightning_fp8 import RowwiseScaling, TensorwiseScaling
 from lightning_fp8.loss_scaling import LossScaler
@@ -44,6 +44,16 @@ def test_the_gradients_before_the_step_are_the_same(recipe: Any, loss_scale: Any
             else:
                 # Powers of two everywhere: no bit changes.
                 assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
+def test_an_accumulated_gradient_is_unscaled_once(loss_scale: Any) -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    plain, scaled = Gradients(), Gradients()
+    fit(Net("sgd"), plugin(RowwiseScaling()), callbacks=[plain], **settings)
+    fit(Net("sgd"), plugin(RowwiseScaling(), loss_scale=loss_scale), callbacks=[scaled], **settings)
+    assert len(plain.seen) == 3
+    assert_same(plain.seen, scaled.seen)
 
 
 def test_a_constant_works_in_every_precision() -> None:
@@ -143,3 +153,18 @@ def test_unscaling_happens_once() -> None:
         assert torch.equal(layer.bias.grad, torch.ones(4))
         scaler.step(optimizer)
         torch.testing.assert_close(before - layer.bias.detach(), torch.ones(4))
+
+
+def test_two_optimizers_may_both_clip_before_either_steps() -> None:
+    for loss_scale in (1024.0, "dynamic"):
+        layers = [nn.Linear(4, 4) for _ in range(2)]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+        scaler = LossScaler(loss_scale)
+        before = [layer.bias.detach().clone() for layer in layers]
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            scaler.scale(layer(torch.ones(1, 4)).sum()).backward()
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        for bias, layer in zip(before, layers, strict=True):
+            torch.testing.assert_close(bias - layer.bias.detach(), torch.ones(4))

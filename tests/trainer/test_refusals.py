@@ -112,7 +112,7 @@ def test_lbfgs_is_refused(precision: Any) -> None:
 
 
 def test_summary_before_fit() -> None:
-    with pytest.raises(RuntimeError, match="once trainer begun"):
+    with pytest.raises(RuntimeError, match="No model was converted yet"):
         plugin().summary()
 
 

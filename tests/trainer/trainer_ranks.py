@@ -245,7 +245,12 @@ class RankLoader(StatefulLoader):
 
 def check_resume_is_bit_identical(folder: Path) -> None:
     """At an epoch's end and in mid-epoch; with smoothing, whose scales remember their own past."""
-    for recipe in (DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=3, smoothing=0.5), "rowwise"):
+    runs: list[tuple[Any, tuple[int, ...]]] = [
+        (DelayedScaling(amax_history_len=3), (4, 6)),
+        (DelayedScaling(amax_history_len=3, smoothing=0.5), (1, 8)),
+        ("rowwise", (7,)),
+    ]
+    for recipe, steps in runs:
         name = f"{getattr(recipe, 'smoothing', recipe)}"
 
         def once(path: Path, resume: Any = None, recipe: Any = recipe) -> Any:
@@ -263,7 +268,7 @@ def check_resume_is_bit_identical(folder: Path) -> None:
             return trainer, model
 
         whole, model = once(folder / name)
-        for step in (1, 4, 6, 8):
+        for step in steps:
             resumed, again = once(folder / f"{name}-{step}", folder / name / f"step={step}.ckpt")
             assert len(again.losses) == 12 - step
             assert_same(model.losses[step:], again.losses, f"losses after {step}, {name}")
