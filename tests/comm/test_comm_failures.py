@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -51,9 +52,10 @@ def run(work) -> list[tuple[str, float]]:
 
 def report(work, rank: int, port: int, queue) -> None:
     join(rank, port)
+    action = work(rank)
     start = time.monotonic()
     try:
-        work(rank)
+        action()
         ending = "finished"
     except RuntimeError as error:
         ending = f"{type(error).__name__}: {error}"
@@ -62,56 +64,70 @@ def report(work, rank: int, port: int, queue) -> None:
     os._exit(0)
 
 
-def dies_before_a_collective(rank: int) -> None:
+# Each prepares, and gives back what is to fail.
+
+
+def dies_before_a_collective(rank: int) -> Callable[[], object]:
     if rank == 1:
         os._exit(1)
-    FP8Collectives().all_reduce(torch.ones(5000))
+    return lambda: FP8Collectives().all_reduce(torch.ones(5000))
 
 
-def dies_between_the_phases(rank: int) -> None:
+def dies_between_the_phases(rank: int) -> Callable[[], object]:
     handle = FP8Collectives().all_reduce(torch.ones(5000), async_op=True)
     if rank == 1:
         # What it contributes is on its way; its part of the result never comes.
         os._exit(1)
-    handle.wait()
+    return handle.wait
 
 
-def dies_in_backward(rank: int) -> None:
+def dies_in_backward(rank: int) -> Callable[[], object]:
     model = DistributedDataParallel(nn.Linear(64, 64))
     model.register_comm_hook(FP8GradientState(), fp8_gradient_hook)
     loss = model(torch.ones(1, 64)).sum()
     if rank == 1:
         os._exit(1)
-    loss.backward()
+
+    def action() -> None:
+        loss.backward()
+        model.zero_grad()  # The model has to live until then: its hook goes with it.
+
+    return action
 
 
-def never_comes(rank: int) -> None:
-    if rank == 1:
-        # Alive and connected, but busy elsewhere, until the others have given up.
-        dist.distributed_c10d._get_default_store().wait(["given up 0", "given up 2"], timedelta(seconds=4 * TIMEOUT))
-        raise RuntimeError("stayed away")
-    try:
-        FP8Collectives().all_reduce(torch.ones(5000))
-    finally:
-        dist.distributed_c10d._get_default_store().set(f"given up {rank}", "")
+def never_comes(rank: int) -> Callable[[], object]:
+    store = dist.distributed_c10d._get_default_store()
+
+    def action() -> None:
+        if rank == 1:
+            # Alive and connected, but busy elsewhere, until the others have given up.
+            store.wait(["given up 0", "given up 2"], timedelta(seconds=4 * TIMEOUT))
+            raise RuntimeError("stayed away")
+        try:
+            FP8Collectives().all_reduce(torch.ones(5000))
+        finally:
+            store.set(f"given up {rank}", "")
+
+    return action
 
 
-def has_fewer_values(rank: int) -> None:
-    FP8Collectives().all_reduce(torch.ones(5000 if rank == 1 else 60_000))
+def has_fewer_values(rank: int) -> Callable[[], object]:
+    return lambda: FP8Collectives().all_reduce(torch.ones(5000 if rank == 1 else 60_000))
 
 
-def has_more_values(rank: int) -> None:
-    FP8Collectives().all_gather(torch.empty(WORLD * (600 if rank == 1 else 500)), torch.ones(600 if rank == 1 else 500))
+def has_more_values(rank: int) -> Callable[[], object]:
+    numel = 600 if rank == 1 else 500
+    return lambda: FP8Collectives().all_gather(torch.empty(WORLD * numel), torch.ones(numel))
 
 
-def gathers_fewer_values(rank: int) -> None:
+def gathers_fewer_values(rank: int) -> Callable[[], object]:
     # Here the backend itself says nothing: a short message leaves the rest of the others' buffers as it was.
     numel = 500 if rank == 1 else 60_000
-    FP8Collectives().all_gather(torch.empty(WORLD * numel), torch.ones(numel))
+    return lambda: FP8Collectives().all_gather(torch.empty(WORLD * numel), torch.ones(numel))
 
 
-def has_another_threshold(rank: int) -> None:
-    FP8Collectives(min_numel=10_000 if rank == 1 else 0).all_reduce(torch.ones(5000))
+def has_another_threshold(rank: int) -> Callable[[], object]:
+    return lambda: FP8Collectives(min_numel=10_000 if rank == 1 else 0).all_reduce(torch.ones(5000))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +145,7 @@ def has_another_threshold(rank: int) -> None:
     ids=lambda work: work.__name__,
 )
 def test_every_rank_gets_an_error_in_time(work) -> None:
-    for ending, seconds in run(work):
-        assert ending not in ("finished", "hangs", "exit code 0")
-        assert seconds < TIMEOUT + 3
+    endings = run(work)
+    for ending, seconds in endings:
+        assert ending not in ("finished", "hangs", "exit code 0"), endings
+        assert seconds < TIMEOUT + 3, endings
