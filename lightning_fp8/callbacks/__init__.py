@@ -1,1 +1,9 @@
 """Lightning callbacks, one a file."""
+
+from __future__ import annotations
+
+from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
+from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
+from lightning_fp8.callbacks.report import FP8Report
+
+__all__ = ["AmaxMonitor", "FP8HealthError", "FP8HealthMonitor", "FP8Report"]

@@ -37,7 +37,8 @@ def curve(name: str, unit: str, steps: Tensor, values: Tensor, marks: Sequence[i
         down = _TOP + (high - y) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
         return round(right, 1), round(down, 1)
 
-    lines, line = [], []
+    lines: list[list[tuple[float, float]]] = []
+    line: list[tuple[float, float]] = []
     for x, y in zip(xs, ys, strict=True):
         if math.isfinite(y):
             line.append(place(x, y))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_a_long_history_is_thinned_evenly() -> None:
         history.append(number, torch.tensor([float(number), -1.0]))
         assert len(history) <= 8
     steps = history.steps.tolist()
-    assert {b - a for a, b in zip(steps, steps[1:], strict=False)} == {history.stride}
+    assert {b - a for a, b in pairwise(steps)} == {history.stride}
     assert history.values[:, 0].tolist() == steps and steps[-1] >= 1000 - 2 * history.stride
     again = ThinnedHistory((2,), capacity=8)
     again.load_state_dict(history.state_dict())

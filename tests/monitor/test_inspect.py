@@ -1,0 +1,120 @@
+"""What a checkpoint tells without the model's code."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from monitor_models import Fault, Net, Plant, batches, make_trainer, precision
+
+from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
+from lightning_fp8.report.inspect import Row, inspect_checkpoint, main
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def save(path: Path, steps: int = 8, plugin: Any = None, *callbacks: pl.Callback) -> pl.Trainer:
+    trainer = make_trainer(list(callbacks), steps, plugin)
+    trainer.fit(Net(), batches(steps))
+    trainer.save_checkpoint(path)
+    return trainer
+
+
+def row(rows: list[Row], layer: str, role: str) -> Row:
+    (found,) = [r for r in rows if (r.layer, r.role) == (layer, role)]
+    return found
+
+
+def test_scales_and_headroom_are_those_of_the_run(tmp_path: Path) -> None:
+    trainer = save(tmp_path / "a.ckpt", 8, precision())
+    told = inspect_checkpoint(tmp_path / "a.ckpt")
+    assert told.step == 8 and "DelayedScaling" in told.recipes[0] and len(told.rows) == 9
+    table = trainer.precision_plugin.conversions[0].runtime.table  # type: ignore[attr-defined]
+    place = table.names.index("late")
+    seen = row(told.rows, "late", "input")
+    assert (seen.amax, seen.scale) == (table.data[place, 0, 0].item(), table.data[place, 0, 1].item())
+    assert seen.headroom == pytest.approx(math.log2(448 / (seen.amax * seen.scale)), abs=1e-6)
+    assert not any(r.risks for r in told.rows)
+
+
+def test_layers_at_risk_come_first(tmp_path: Path) -> None:
+    plant = Plant(Fault(7, "late", "input", factor=16.0))
+    save(tmp_path / "a.ckpt", 8, precision(), plant)
+    rows = inspect_checkpoint(tmp_path / "a.ckpt").rows
+    late = row(rows, "late", "input")
+    assert "clamped in the last step" in late.risks and "16 times its median" in late.risks[1]
+    risky = [bool(r.risks) for r in rows]
+    assert risky == sorted(risky, reverse=True) and not all(risky)
+    save(tmp_path / "b.ckpt", 8, precision(), Plant(Fault(7, "late", "grad_output", math.nan)))
+    risky = [(r.layer, r.role) for r in inspect_checkpoint(tmp_path / "b.ckpt").rows if r.risks]
+    assert ("late", "grad_output") in risky and ("late", "input") not in risky
+
+
+def test_a_scale_at_its_cap_and_a_stale_one(tmp_path: Path) -> None:
+    recipe = {"name": "delayed", "max_scale": 64.0}
+    save(tmp_path / "a.ckpt", 4, precision(recipe))
+    weight = row(inspect_checkpoint(tmp_path / "a.ckpt").rows, "late", "weight")
+    assert weight.scale == 64 and weight.risks == ("the scale stands at its cap",)
+    save(tmp_path / "b.ckpt", 8, precision(), Plant(Fault(2, "late", "grad_output", factor=1e4)))
+    gradient = row(inspect_checkpoint(tmp_path / "b.ckpt").rows, "late", "grad_output")
+    assert any("long past" in risk for risk in gradient.risks)
+
+
+def test_events_of_the_health_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "a.ckpt", 5, precision(), FP8HealthMonitor(), Plant(Fault(2, "late", "input", math.nan)))
+    assert main([str(tmp_path / "a.ckpt")]) == 0
+    out = capsys.readouterr().out
+    assert "Step 2: NaN first seen in the input of 'late'" in out and "step 5" in out
+    assert "layer" in out and "headroom" in out
+
+
+def test_long_lists_are_cut_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "many.ckpt"
+    weights = {f"layers.{n}.weight": torch.randn(16, 16) for n in range(50)}
+    torch.save({"state_dict": weights, "global_step": 1, "loops": {}}, path)
+    main([str(path)])
+    short = capsys.readouterr().out
+    main([str(path), "--all"])
+    assert "and 10 more" in short and len(capsys.readouterr().out.splitlines()) > 50
+
+
+def test_a_checkpoint_without_fp8_tells_how_its_weights_would_fare(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 2)
+    told = inspect_checkpoint(tmp_path / "a.ckpt")
+    assert any("no FP8 state" in note for note in told.notes)
+    assert {r.layer for r in told.rows} == {"late", "blocks.0", "blocks.1", "head"}
+    spread = torch.randn(64, 64) * torch.logspace(-8, 0, 64)
+    torch.save(
+        {"state_dict": {"bad.weight": spread, "good.weight": torch.randn(64, 64)}, "loops": {}}, tmp_path / "b.ckpt"
+    )
+    rows = inspect_checkpoint(tmp_path / "b.ckpt").rows
+    assert (rows[0].layer, bool(rows[0].risks), rows[1].risks) == ("bad", True, ())
+
+
+def test_the_directory_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "whole.ckpt", 3, precision())
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    del checkpoint["state_dict"]
+    (tmp_path / "sharded").mkdir()
+    torch.save(checkpoint, tmp_path / "sharded" / "meta.pt")
+    assert len(inspect_checkpoint(tmp_path / "sharded").rows) == 9
+
+
+@pytest.mark.parametrize("content", [None, b"nonsense", {"weights": 1}])
+def test_what_is_no_checkpoint_is_refused_in_one_line(
+    content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(SystemExit) as error:
+        main([str(path)])
+    assert error.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("lightning-fp8 inspect: ") and len(message.splitlines()) == 1

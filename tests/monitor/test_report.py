@@ -1,0 +1,292 @@
+"""The report's content, and how a real browser takes it."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
+
+from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
+from lightning_fp8.callbacks.report import FP8Report
+from lightning_fp8.recovery.events import EventLog
+from lightning_fp8.report.colors import ALARM, MISSING, SCALE, colorize, heat_map
+from lightning_fp8.report.page import Event, Maps, Page, Series
+from lightning_fp8.selection import Decision
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=2000",
+]
+
+
+def words(page: str) -> str:
+    """What a reader sees, without scripts and markup."""
+    page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)))
+
+
+def fit(path: Path, steps: int, *callbacks: pl.Callback, plugin: Any = None, **settings: Any) -> FP8Report:
+    report = FP8Report(path, every_n_steps=1, **settings)
+    make_trainer([*callbacks, report], steps, plugin).fit(Net(), batches(steps))
+    return report
+
+
+class Recovery(pl.Callback):
+    """Has events as SkipBatchRecovery keeps them."""
+
+    def __init__(self) -> None:
+        self.events = EventLog()
+        self.events.add("rejected", step=3, action="skip", layer="blocks.0")
+
+
+def test_the_page_tells_the_story_of_a_run(tmp_path: Path) -> None:
+    plant = Plant(Fault(4, "late", "input", math.nan))
+    fit(tmp_path / "run" / "page.html", 8, FP8HealthMonitor(), Recovery(), plant, plugin=precision(), title="My <run>")
+    text = words((tmp_path / "run" / "page.html").read_text())
+    for part in (
+        "My <run>",
+        "Finished at step 8.",
+        "DelayedScaling(amax_history_len=1024",
+        "NativeBackend",
+        f"torch {torch.__version__}",
+        "Loss",
+        "Speed (steps/s)",
+        "Peak memory (GiB)",
+        "Step 4: NaN first seen in the input of 'late' (forward, rank 0)",
+        "rejected action skip, layer blocks.0",
+        "3 of 4 linear layers",
+        "the final head stays in high precision",
+        *EXECUTED,
+    ):
+        assert part in text, part
+
+
+def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            losses.append(outputs["loss"].item())
+
+    report = fit(tmp_path / "page.html", 6, Keep(), plugin=precision())
+    assert report._curves.values[:, 0].tolist() == pytest.approx(losses)
+    assert report._curves.steps.tolist() == list(range(6))
+    page = report._page(make_trainer([], 1), "", False)
+    assert page.maps is not None and page.maps.headroom.shape == (6, 4, 3)
+    first = page.operands[0]
+    assert f"{first.amax:.4g}" in words((tmp_path / "page.html").read_text())
+    assert page.maps.names == ["late", "blocks.0", "blocks.1", "head"]
+
+
+def test_an_exception_writes_the_page_and_says_why(tmp_path: Path) -> None:
+    class Fail(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("out of <luck>")
+
+    with pytest.raises(RuntimeError, match="luck"):
+        fit(tmp_path / "page.html", 6, Fail())
+    text = words((tmp_path / "page.html").read_text())
+    assert "Stopped at step 3 by RuntimeError: out of <luck>" in text
+    assert "The model was not converted to FP8." in text
+
+
+def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
+    report = FP8Report(every_n_steps=1)
+    states: list[str] = []
+
+    class Ask(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            states.append(words(report.write(trainer, tmp_path / "now.html").read_text()))
+
+    trainer = make_trainer([report, Ask()], 3, default_root_dir=tmp_path)
+    trainer.fit(Net(), batches(3))
+    assert "At step 2." in states[1]
+    assert (tmp_path / "fp8-report.html").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_only_the_layers_with_the_least_headroom_when_there_is_no_room(tmp_path: Path) -> None:
+    report = fit(tmp_path / "page.html", 4, plugin=precision(), max_layers=2)
+    assert report._last is not None
+    least = report._last.headroom.nan_to_num(math.inf).amin(1).argsort()[:2].tolist()
+    page = report._page(make_trainer([], 1), "", False)
+    assert page.maps is not None
+    assert sorted(page.maps.names) == sorted(report._names[row] for row in least)
+    assert "2 layers with more headroom are left out" in words((tmp_path / "page.html").read_text())
+
+
+def test_resuming_goes_on_with_the_curves(tmp_path: Path) -> None:
+    def run(steps: int, path: Path | None = None) -> FP8Report:
+        report = FP8Report(tmp_path / "page.html", every_n_steps=1)
+        save = ModelCheckpoint(tmp_path, filename=f"{steps}", every_n_train_steps=3, save_top_k=-1)
+        trainer = make_trainer([report, save], steps, precision(), enable_checkpointing=True)
+        trainer.fit(Net(), batches(20), ckpt_path=path)
+        return report
+
+    whole = run(6)
+    run(3)
+    resumed = run(6, tmp_path / "3.ckpt")
+    assert torch.equal(resumed._curves.steps, whole._curves.steps)
+    assert torch.equal(resumed._curves.values[:, 0], whole._curves.values[:, 0])
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for settings in ({"every_n_steps": 0}, {"history": 1}, {"max_layers": 0}):
+        with pytest.raises(ValueError, match="at least"):
+            FP8Report(**settings)  # type: ignore[arg-type]
+
+
+def test_colours() -> None:
+    values = torch.tensor([0.0, 1.0, -5.0, 7.0, math.nan, math.inf])
+    colors = [tuple(color) for color in colorize(values, 0.0, 1.0).tolist()]
+    assert colors == [SCALE[0], SCALE[-1], SCALE[0], SCALE[-1], MISSING, ALARM]
+    assert heat_map(torch.zeros(5, 3), 0, 1).shape == (3 * 8, 5 * 8, 3)
+    assert heat_map(torch.zeros(5, 1000), 0, 1).shape == (1000, 5, 3)
+
+
+def page_with(names: list[str], steps: int = 20) -> Page:
+    torch.manual_seed(0)
+    amax = torch.arange(len(names) * 3).view(1, -1, 3).float().expand(steps, -1, -1).clone()
+    headroom = torch.rand(steps, len(names), 3) * 8
+    amax[3, 0, 0] = headroom[3, 0, 0] = math.inf
+    amax[5, -1, 0] = headroom[5, -1, 0] = math.nan
+    numbers = torch.arange(steps) * 10
+    return Page(
+        "Report",
+        "Finished.",
+        series=[Series("Loss", "", numbers, torch.linspace(3, 1, steps))],
+        maps=Maps(names, numbers, amax, headroom),
+        events=[Event(30, "nonfinite", "NaN in </script><b>a</b>")],
+        decisions=[Decision(name, True, "delayed") for name in names],
+    )
+
+
+def browse(folder: Path, page: str, script: str, *flags: str) -> dict[str, str]:
+    """Open the page in a headless browser, run a script in it, and return what it put into ``seen``.
+
+    Errors of the page's own scripts, and whatever its policy forbids, come as ``seen.errors``.
+    """
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    watch = (
+        "<script>const seen = {errors: ''}; addEventListener('error', (e) => (seen.errors += e.message));"
+        "addEventListener('securitypolicyviolation', (e) => (seen.errors += e.blockedURI));</script>"
+    )
+    end = (
+        f"<script>addEventListener('load', () => {{ {script};"
+        "const out = document.body.appendChild(document.createElement('pre')); out.id = 'seen';"
+        "out.textContent = Object.entries(seen).map((e) => e.join('=')).join('\\n'); });</script>"
+    )
+    path = folder / "page.html"
+    path.write_text(page.replace("<title>", watch + "<title>").replace("</body>", end + "</body>"))
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", *flags, "--dump-dom", path.as_uri()]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    found = re.search(r'<pre id="seen">(.*?)</pre>', output, re.DOTALL)
+    assert found is not None, output[-2000:]
+    return dict(line.split("=", 1) for line in html.unescape(found[1]).splitlines())
+
+
+def test_a_browser_shows_the_heat_map_by_keyboard_and_pointer(tmp_path: Path) -> None:
+    script = """
+    const map = document.getElementById('map'), told = document.getElementById('told');
+    const press = (key) => map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}));
+    map.focus(); seen.start = told.textContent;
+    press('ArrowRight'); press('ArrowRight'); press('ArrowRight'); seen.alarm = told.textContent;
+    press('PageDown'); press('ArrowRight'); press('ArrowRight'); seen.missing = told.textContent;
+    press('End'); press('ArrowUp'); press('ArrowDown'); press('ArrowDown'); seen.corner = told.textContent;
+    document.querySelector('input[value=amax]').click(); seen.amax = told.textContent;
+    document.querySelector('input[value=grad_output]').click(); seen.role = told.textContent;
+    seen.label = map.getAttribute('aria-label');
+    const box = map.getBoundingClientRect();
+    map.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 2, clientY: box.top + 2}));
+    seen.pointed = told.textContent;
+    const pixels = map.getContext('2d').getImageData(0, 0, map.width, map.height).data;
+    const colours = Array.from({length: pixels.length / 4}, (_, i) => pixels.slice(4 * i, 4 * i + 3).join());
+    seen.colours = new Set(colours).size;
+    const all = (selector) => [...document.querySelectorAll(selector)];
+    seen.tabs = all('a, input, canvas, .table').filter((e) => e.tabIndex < 0).length;
+    seen.unnamed = all('svg, canvas, .table').filter((e) => !e.getAttribute('aria-label')).length;
+    seen.bold = document.querySelectorAll('section b').length;
+    seen.loaded = performance.getEntriesByType('resource').length
+    """
+    seen = browse(tmp_path, page_with(["a", "b", "c"]).html(), script, "--window-size=1000,800")
+    assert seen["errors"] == ""
+    assert seen["start"].startswith("a, input, step 0: headroom ")
+    assert seen["alarm"] == "a, input, step 30: NaN or Inf"
+    assert seen["missing"] == "c, input, step 50: not seen"
+    assert seen["corner"].startswith("c, input, step 190: headroom ")
+    assert seen["amax"] == "c, input, step 190: amax 64.0"
+    assert seen["role"] == "c, grad_output, step 190: amax 256"
+    assert seen["role"] in seen["label"]
+    assert seen["pointed"] == "a, grad_output, step 190: amax 4.00"
+    assert int(seen["colours"]) >= 3
+    assert (seen["tabs"], seen["unnamed"], seen["bold"], seen["loaded"]) == ("0", "0", "0", "0")
+
+
+def test_on_a_phone_nothing_overflows_and_targets_are_large(tmp_path: Path) -> None:
+    # Headless windows are at least 500 pixels wide: a frame has the width of a phone.
+    names = [f"model.layers.{n}.feed_forward.gate_and_up_projection" for n in range(30)]
+    frame = html.escape(page_with(names).html(), quote=True)
+    frame = f'<iframe style="width: 360px; height: 3000px; border: 0" srcdoc="{frame}"></iframe>'
+    page = f"<!DOCTYPE html><html><head><title>x</title></head><body>{frame}</body></html>"
+    script = """
+    const inside = document.querySelector('iframe').contentDocument, root = inside.documentElement;
+    seen.overflow = root.scrollWidth - root.clientWidth;
+    seen.map = inside.getElementById('map').getBoundingClientRect().width;
+    const targets = [...inside.querySelectorAll('fieldset label, nav a')];
+    seen.least = Math.min(...targets.map((e) => e.getBoundingClientRect().height));
+    seen.font = parseFloat(inside.defaultView.getComputedStyle(inside.body).fontSize)
+    """
+    seen = browse(tmp_path, page, script)
+    assert seen["errors"] == "" and float(seen["overflow"]) <= 0
+    assert 250 < float(seen["map"]) <= 360
+    assert float(seen["least"]) >= 40 and float(seen["font"]) >= 16
+
+
+@pytest.mark.parametrize("dark", [True, False])
+def test_dark_and_light(tmp_path: Path, dark: bool) -> None:
+    script = """
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const luminance = (color) => {
+      const [r, g, b] = color.match(/[0-9.]+/g).map((v) => linear(v / 255));
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const paper = luminance(getComputedStyle(document.body).backgroundColor);
+    const contrast = (e) => { const ink = luminance(getComputedStyle(e).color);
+      return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); };
+    seen.paper = paper;
+    const written = document.querySelectorAll('h1, h2, p, a, dt, dd, td, th, legend, label');
+    seen.contrast = Math.min(...[...written].map(contrast))
+    """
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    seen = browse(tmp_path, page_with(["a", "b"]).html(), script, scheme)
+    assert (float(seen["paper"]) < 0.05) == dark
+    assert float(seen["contrast"]) >= 4.5  # WCAG 2.2, level AA
+
+
+def test_the_page_needs_no_network() -> None:
+    page = page_with(["a"]).html()
+    assert "default-src 'none'" in page
+    assert not re.findall(r"""(?:src|href)=["'](?!#)|url\(|@import""", page)
