@@ -45,7 +45,8 @@ def _casts_from(text: str) -> LinearCasts:
     uses = [Cast.parse(part) for part in text.split(",")]
     if len(uses) != 6:
         raise ValueError(f"recipe must be a recipe's name or six casts joined by commas, got {text!r}.")
-    return LinearCasts(*(OperandCasts(*uses[i : i + 2]) for i in (0, 2, 4)), stored=False)
+    x, w, g = (OperandCasts(*uses[i : i + 2]) for i in (0, 2, 4))
+    return LinearCasts(x, w, g, stored=False)
 
 
 @torch.library.custom_op("lightning_fp8::scaled_linear", mutates_args=())

@@ -101,7 +101,7 @@ class ScalingState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, on the CPU."""
-        state = {"recipe": self.recipe.to_dict(), "table": self.table.state_dict()}
+        state: dict[str, Any] = {"recipe": self.recipe.to_dict(), "table": self.table.state_dict()}
         if self.history is not None and self.position is not None:
             state["history"] = self.history.cpu().clone()
             state["position"] = self.position.cpu().clone()
