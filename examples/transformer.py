@@ -47,19 +47,25 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
 
 
-def make_blocks(layers: int, width: int, heads: int, causal: bool) -> nn.ModuleList:
-    """Blocks for a residual stream that starts with a standard deviation of 0.02.
+def init_std(width: int) -> float:
+    """Standard deviation of initial weights: "small init" (Nguyen and Salazar 2019, arXiv 1910.05895)."""
+    return math.sqrt(2 / (5 * width))
 
-    Weights have that deviation too, but for the projections back into the stream: `2 * layers` of them add up, and
-    GPT-2's factor (Radford et al. 2019, section 2.3) keeps the sum as large as one.
+
+def make_blocks(layers: int, width: int, heads: int, causal: bool) -> nn.ModuleList:
+    """Blocks with small weights.
+
+    The `2 * layers` projections back into the residual stream add up there: GPT-2's factor (Radford et al. 2019,
+    section 2.3) keeps their sum as large as one.
     """
+    std = init_std(width)
     blocks = nn.ModuleList()
     for _ in range(layers):
         block = Block(width, heads, causal)
         for linear in (block.qkv, block.up):
-            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.normal_(linear.weight, std=std)
         for linear in (block.out, block.down):
-            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
+            nn.init.normal_(linear.weight, std=std / math.sqrt(2 * layers))
         blocks.append(block)
     return blocks
 

@@ -130,7 +130,9 @@ def _reasons(texts: list[str]) -> str:
             expected[_type_name(match[1])] = None
         else:
             reasons[text.removesuffix(":")] = None
-    problem = "; ".join(reasons) or f"expected {' or '.join(expected) or 'the name of an importable class'}"
+    # a union offers the class to each of its types: that it is none of the others matters only if nothing else is wrong
+    own = [reason for reason in reasons if not reason.startswith("Import path")] or list(reasons)
+    problem = "; ".join(own) or f"expected {' or '.join(expected) or 'the name of an importable class'}"
     short = value and not value.startswith(("[", "{", "Namespace"))
     return problem + (f", got {value}" if short else "")
 

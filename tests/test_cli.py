@@ -47,7 +47,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "enable_model_summary": False,
         },
     }
-    path = tmp_path / "config.yaml"
+    path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(content))
     return str(path)
 
@@ -122,7 +122,6 @@ MISTAKES = {
     "--trainer.plugins.recipe={class_path: lightning_fp8.DelayedScaling, init_args: {amax_history_len: 0}}": (
         "amax_history_len must be at least 1"
     ),
-    "--trainer.plugins.recipe={class_path: lightning_fp8.DelayedScaling, init_args: {margn: 1}}": "'margn'",
     "--trainer.precision=bf16-mixed": "precision",
     "--nonsense=1": "unrecognized arguments: --nonsense=1",
     "--config=nothing.yaml": "nothing.yaml",

@@ -135,11 +135,13 @@ class NoiseFile:
     Args:
         path: The file; it is made when the first run is kept.
         key: What identifies the configuration.
+        sigma_runs: Number of runs that sigma is taken from; later ones only serve as pairs.
     """
 
-    def __init__(self, path: Path, key: dict[str, Any]) -> None:
+    def __init__(self, path: Path, key: dict[str, Any], sigma_runs: int) -> None:
         self.path = path
         self.key = key
+        self.sigma_runs = sigma_runs
         self.name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
     def load(self) -> list[Run]:
@@ -149,11 +151,15 @@ class NoiseFile:
     def save(self, runs: list[Run]) -> None:
         """Keep these runs, with sigma once there are enough of them."""
         entry: dict[str, Any] = {"config": self.key, "runs": [asdict(run) for run in runs]}
-        if len(runs) >= MIN_SIGMA_RUNS:
-            entry["noise"] = asdict(Noise.of(runs))
+        if len(runs) >= self.sigma_runs:
+            entry["noise"] = asdict(self.noise(runs))
         content = {**self._read(), self.name: entry}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+    def noise(self, runs: list[Run]) -> Noise:
+        """How the first runs scatter."""
+        return Noise.of(runs[: self.sigma_runs])
 
     def _read(self) -> dict[str, Any]:
         return json.loads(self.path.read_text()) if self.path.exists() else {}
@@ -199,7 +205,7 @@ def compare(
         draw(experiment, tested, seeds, picture)
         return 0
 
-    noise_store = NoiseFile(noise_file, experiment.key)
+    noise_store = NoiseFile(noise_file, experiment.key, sigma_runs)
     bf16 = noise_store.load()
 
     def run_bf16(count: int) -> None:
@@ -208,7 +214,7 @@ def compare(
             noise_store.save(bf16)
 
     run_bf16(max(sigma_runs, seeds))
-    noise = Noise.of(bf16)
+    noise = noise_store.noise(bf16)
     count = max(seeds, noise.seeds_needed())
     run_bf16(count)
     print(

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from examples.transformer import configure_adamw, make_blocks
+from examples.transformer import configure_adamw, init_std, make_blocks
 
 VOCABULARY = 256
 
@@ -59,7 +59,7 @@ class GPT(pl.LightningModule):
         heads: int = 2,
         length: int = 128,
         tied: bool = True,
-        lr: float = 3e-3,
+        lr: float = 5e-3,
         warmup: int = 40,
         weight_decay: float = 0.1,
         fused: bool = True,
@@ -73,7 +73,7 @@ class GPT(pl.LightningModule):
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for module in (self.embedding, self.position, self.head):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=init_std(width))
         if tied:
             self.head.weight = self.embedding.weight
         self.train_bits = BitsPerByte()

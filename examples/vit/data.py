@@ -20,7 +20,7 @@ class DigitsData(pl.LightningDataModule):
         seed: Seed of the order of the images.
     """
 
-    def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
+    def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.seed = seed

@@ -11,6 +11,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from examples.transformer import configure_adamw, make_blocks
 
+POSITION_STD = 0.3
+"""About the deviation of the embedded patches: much smaller positions go unseen in the first epochs."""
+
 
 class ViT(pl.LightningModule):
     """A small vision transformer that classifies square grey images by the mean of its patches.
@@ -50,7 +53,7 @@ class ViT(pl.LightningModule):
         self.save_hyperparameters()
         self.lr, self.warmup, self.weight_decay, self.fused = lr, warmup, weight_decay, fused
         self.embedding = nn.Conv2d(1, width, kernel_size=patch, stride=patch)
-        self.position = nn.Parameter(torch.randn((image // patch) ** 2, width) * 0.02)
+        self.position = nn.Parameter(torch.randn((image // patch) ** 2, width) * POSITION_STD)
         self.blocks = make_blocks(layers, width, heads, causal=False)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, classes)

@@ -21,12 +21,16 @@ def values(loader: ResumableLoader) -> list[list[int]]:
     return [batch.tolist() for (batch,) in loader]
 
 
+def flat(loader: ResumableLoader) -> list[int]:
+    return [value for batch in values(loader) for value in batch]
+
+
 def test_each_epoch_has_its_own_order_and_every_sample_once():
     loader = ResumableLoader(SAMPLES, 8, seed=3, drop_last=False)
     epochs = []
     for epoch in range(2):
         loader.set_epoch(epoch)
-        epochs.append(sum(values(loader), []))
+        epochs.append(flat(loader))
     assert epochs[0] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
 
@@ -69,7 +73,7 @@ def test_ranks_share_the_epoch_and_resume_on_another_number_of_ranks():
     later: list[int] = []
     for loader in ranks(3):
         loader.load_state_dict(state)
-        later += sum(values(loader), [])
+        later += flat(loader)
     assert len(later) == len(set(later)) == 24  # two steps of three ranks; two samples do not fill a third
     assert used.isdisjoint(later)
 
