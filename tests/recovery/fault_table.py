@@ -103,9 +103,14 @@ SCENARIOS: dict[str, Scenario] = {
     "batch-nan-fp8": Scenario(one("batch"), BATCH, fp8=DelayedScaling()),
     "activation-nan": Scenario(one("activation", layer="net.0"), LOSS),
     "activation-inf": Scenario(one("activation", layer="net.2", value=INF), LOSS, optimizer="adamw-fused"),
-    "activation-nan-fp8": Scenario(one("activation", layer="net.0"), ("nonfinite", "net.2", "input"), fp8=DelayedScaling()),
+    "activation-nan-fp8": Scenario(
+        one("activation", layer="net.0"), ("nonfinite", "net.2", "input"), fp8=DelayedScaling()
+    ),
     "activation-inf-fp8-fast": Scenario(
-        one("activation", layer="net.1", value=INF), ("nonfinite", "net.2", "input"), fp8=DelayedScaling(), optimizer="adamw-fused"
+        one("activation", layer="net.1", value=INF),
+        ("nonfinite", "net.2", "input"),
+        fp8=DelayedScaling(),
+        optimizer="adamw-fused",
     ),
     "gradient-nan": Scenario(one("gradient", layer="net.2"), gradient("net.2"), ranks=False),
     "gradient-inf": Scenario(one("gradient", layer="net.0", value=INF), gradient("net.0"), ranks=False),
@@ -121,7 +126,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bit-flip": Scenario(one("bit_flip", layer="net.3"), weight("net.3")),
     "bit-flip-fast": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), optimizer="adamw-fused"),
     "bit-flip-fp8": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), fp8=DelayedScaling()),
-    "loss-x10": Scenario(many("loss", range(STEPS - 3, STEPS)), ("spike", "loss", "loss"), optimizer="sgd"),
+    "loss-x10": Scenario(many("loss", range(STEPS - 2, STEPS)), ("spike", "loss", "loss"), optimizer="sgd"),
     "amax-x1e4": Scenario(
         lambda rank: [Fault("amax", 4, layer, rank) for layer in ("net.0", "net.2")],
         ("amax_jump", "net.0", "input"),
@@ -156,7 +161,11 @@ def run(
     callbacks: list[pl.Callback] = [FaultInjector(scenario.faults(rank))] if faulty else []
     guard = SkipBatchRecovery(window=32, warmup=8, snapshot_every=5, log=None)
     callbacks += [guard] if recovery else []
-    settings = {"max_steps": STEPS, "num_sanity_val_steps": 0, "plugins": [FP8Precision(scenario.fp8)] if scenario.fp8 else []}
+    settings = {
+        "max_steps": STEPS,
+        "num_sanity_val_steps": 0,
+        "plugins": [FP8Precision(scenario.fp8)] if scenario.fp8 else [],
+    }
     if devices > 1:
         environment = LightningEnvironment()
         settings |= {
@@ -167,9 +176,7 @@ def run(
     model = model if model is not None else Deep(scenario.optimizer, seed)
     error = ""
     try:
-        fit(
-            tmp_path, callbacks, model=model, loader=make_loader(4096, 64 // devices), **settings, **scenario.settings
-        )
+        fit(tmp_path, callbacks, model=model, loader=make_loader(4096, 64 // devices), **settings, **scenario.settings)
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
     weights = {name: value.clone() for name, value in model.state_dict().items()}

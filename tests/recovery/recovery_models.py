@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+#: Imported once by the server that test processes are forked from; installed packages only, for it has another sys.path.
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "lightning.pytorch", "torchmetrics"]
 FEATURES, HIDDEN, TARGETS = 16, 32, 16
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),

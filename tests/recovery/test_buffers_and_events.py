@@ -26,7 +26,9 @@ class Counting(nn.Module):
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), Counting(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)))
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), Counting(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2))
+    )
 
 
 def state(module: nn.Module) -> list[torch.Tensor]:
@@ -87,7 +89,11 @@ def test_events_are_json_lines_and_survive_a_cut(tmp_path):
     assert events[0] == {
         "event": "rejected", "epoch": 0, "batches": [3, 4], "value": "nan", "loss": "inf", "ranks": [0, 1]
     }  # fmt: skip
-    assert [json.loads(line)["event"] for line in path.read_text().splitlines()[:3]] == ["rejected", "rewind", "rejected"]
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()[:3]] == [
+        "rejected",
+        "rewind",
+        "rejected",
+    ]
     assert rejected_batches(events) == {(0, 3), (0, 4), (1, 7)}
     assert log.counts == {"rejected": 2, "rewind": 1}
     twin = EventLog()

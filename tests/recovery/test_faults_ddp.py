@@ -6,13 +6,18 @@ import statistics
 
 import pytest
 import torch
-from ddp_runs import GIVING_UP, RANKS, run_ranks
+from ddp_runs import GIVING_UP, QUICK, RANKS, run_ranks
 from fault_table import SCENARIOS, check
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ddp"))
+    return run_ranks(tmp_path_factory.mktemp("ddp"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def more_ranks(tmp_path_factory):
+    return run_ranks(tmp_path_factory.mktemp("ddp"), tuple(name for name in SCENARIOS if name not in QUICK))
 
 
 def equal_on_all(ranks, name) -> bool:
@@ -20,8 +25,19 @@ def equal_on_all(ranks, name) -> bool:
     return all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", QUICK)
 def test_fault_on_rank_one(name, ranks):
+    check_on_rank_one(name, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in QUICK])
+def test_other_fault_on_rank_one(name, more_ranks):
+    check_on_rank_one(name, more_ranks)
+
+
+def check_on_rank_one(name, ranks):
     scenario = SCENARIOS[name]
     clean = ("clean", repr(scenario.fp8), scenario.optimizer, repr(scenario.settings))
     losses = [ranks[0][*clean, seed].loss for seed in (7, 8, 9)]

@@ -211,9 +211,7 @@ def test_left_out_batches_leave_no_trace(tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_flipped_bit_is_found_and_undone(tmp_path, mode):
     callback = recovery()
-    model, trainer = fit(
-        tmp_path, [FaultInjector([Fault("bit_flip", 25, "net.4")]), callback], model=Net(MODES[mode])
-    )
+    model, trainer = fit(tmp_path, [FaultInjector([Fault("bit_flip", 25, "net.4")]), callback], model=Net(MODES[mode]))
     kinds = [event["event"] for event in callback.events.recent]
     assert kinds.count("rewind") == 1
     first = rejected(callback)[0]
@@ -232,7 +230,14 @@ def test_the_ladder_stops_with_the_last_good_state_saved(tmp_path):
     state = torch.load(path, weights_only=True)
     assert all(value.isfinite().all() for value in state["state_dict"].values())
     events = read_events(tmp_path / "recovery.jsonl")
-    assert [event["event"] for event in events[:6]] == ["rejected", "rejected", "rewind", "rejected", "rejected", "rewind"]
+    assert [event["event"] for event in events[:6]] == [
+        "rejected",
+        "rejected",
+        "rewind",
+        "rejected",
+        "rejected",
+        "rewind",
+    ]
     assert "stop" in [event["event"] for event in events]
     model, trainer = fit(tmp_path, [recovery(log=None)], ckpt_path=str(path), max_steps=80)
     assert trainer.global_step == 80 and math.isfinite(test_loss(model))
@@ -289,16 +294,16 @@ class Overflowing(TwoBlocks):
     def training_step(self, batch, batch_idx):
         layer = self.net[2]
         if self.trainer.global_step == 20 and not layer._forward_hooks:
-            layer.register_forward_hook(lambda m, args, output: output * NAN if m.training and m.fp8.enabled else output)
+            layer.register_forward_hook(
+                lambda m, args, output: output * NAN if m.training and m.fp8.enabled else output
+            )
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
     callback = recovery(skips=1, fallbacks=5, fallback_steps=5, fallback_backoff=2.0, rewinds=0, snapshot_every=None)
-    model, trainer = fit(
-        tmp_path, [callback], model=Overflowing(MODES[mode]), plugins=[FP8Precision()], max_steps=60
-    )
+    model, trainer = fit(tmp_path, [callback], model=Overflowing(MODES[mode]), plugins=[FP8Precision()], max_steps=60)
     falls = [event for event in callback.events.recent if event["event"] == "fall_back"]
     again = [event for event in callback.events.recent if event["event"] == "fp8_again"]
     assert falls[0]["layers"] == ["net.0", "net.2"] and [f["steps"]["net.2"] for f in falls[:3]] == [5, 10, 20]

@@ -1,0 +1,68 @@
+"""Killed at random points and resumed, a run must be bit for bit the one that was never killed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from resume_runs import EVERY, STEPS, in_a_process
+from torch.utils import _pytree
+
+from lightning_fp8.recovery.events import read_events
+
+KILLS = sorted(random.Random(5).sample(range(EVERY + 1, STEPS - 1), 10))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted runs, by optimizer."""
+    runs = {}
+    for optimizer in ("adamw", "adamw-fused"):
+        directory = tmp_path_factory.mktemp(optimizer)
+        assert in_a_process(directory, optimizer, None, False, directory / "saves") == 0
+        runs[optimizer] = directory
+    return runs
+
+
+def differences(one, other) -> list[str]:
+    mine, theirs = (dict(_pytree.tree_flatten_with_path(tree)[0]) for tree in (one, other))
+    assert mine.keys() == theirs.keys()
+    return [
+        _pytree.keystr(path)
+        for path, value in mine.items()
+        if not (torch.equal(value, theirs[path]) if torch.is_tensor(value) else value == theirs[path])
+    ]
+
+
+def essential(events: list[dict]) -> list[dict]:
+    return [event for event in events if event["event"] in ("rejected", "rewind", "fall_back")]
+
+
+@pytest.mark.parametrize("kill_at", KILLS)
+def test_resume_is_bit_identical(whole, tmp_path, kill_at):
+    optimizer = "adamw-fused" if kill_at % 2 else "adamw"
+    assert in_a_process(tmp_path, optimizer, kill_at, False, tmp_path / "saves") == -signal.SIGKILL
+    assert not (tmp_path / "end.pt").exists()
+    assert in_a_process(tmp_path, optimizer, None, True, tmp_path / "saves") == 0
+    end = torch.load(tmp_path / "end.pt", weights_only=False)
+    expected = torch.load(whole[optimizer] / "end.pt", weights_only=False)
+    assert 0 < end.pop("resumed_from") <= kill_at and expected.pop("resumed_from") == 0
+    assert differences(end, expected) == []
+    # The log goes on: what came after the checkpoint stands in it twice.
+    events, expected_events = (
+        essential(read_events(tmp_path / "events.jsonl")),
+        essential(read_events(whole[optimizer] / "events.jsonl")),
+    )
+    assert all(event in events for event in expected_events) and all(event in expected_events for event in events)
+    shutil.rmtree(tmp_path / "saves")
+
+
+def test_the_run_had_something_to_recover_from(whole):
+    for directory in whole.values():
+        events = essential(read_events(directory / "events.jsonl"))
+        steps = [event["step"] for event in events if event["event"] == "rejected"]
+        assert steps == [5, 6, 15, 21, 33, 44, 49] or steps == [5, 6, 15, 21, 22, 33, 44, 49]
+        assert [event["event"] for event in events].count("rewind") == 1
