@@ -222,7 +222,7 @@ class TrainerPrecision:
             self._rng_of_first_step = state["rng"]
 
 
-class FP8Precision(TrainerPrecision, LightningPrecision):
+class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]
     """FP8 training for the Trainer: ``Trainer(plugins=[FP8Precision()])``.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import trainer_ranks
+from lightning.pytorch.strategies import DDPStrategy
 from trainer_models import Net, differs, loader, make_trainer, plugin
 
 from lightning_fp8 import LayerSelection
@@ -20,7 +22,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(trainer_ranks.run_rank, args=(str(folder), port), nprocs=trainer_ranks.WORLD, join=True)
+    # Forked from a server that has imported everything once: importing takes longer than the checks.
+    multiprocessing.set_forkserver_preload(["trainer_ranks"])
+    mp.start_processes(
+        trainer_ranks.run_rank, args=(str(folder), port), nprocs=trainer_ranks.WORLD, start_method="forkserver"
+    )
     return folder
 
 
@@ -39,7 +45,8 @@ def test_plugin_and_model_are_pickled_to_spawned_workers() -> None:
     model = Net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     precision = plugin(loss_scale="dynamic", layers=LayerSelection(filter=exclude_nothing))
-    trainer = make_trainer(precision, devices=2, strategy="ddp_spawn", max_steps=2)
+    # Pickled as "ddp_spawn" does, to processes of the server that has its imports done.
+    trainer = make_trainer(precision, devices=2, strategy=DDPStrategy(start_method="forkserver"), max_steps=2)
     trainer.fit(model, loader())
     assert all(differs(before[name], p.detach()) for name, p in model.named_parameters())
     # What trained was in the workers; the model here goes on, converted already or not.
