@@ -85,10 +85,14 @@ class FusedLinear(te.TransformerEngineLinear):
         return super().forward(input)
 
     def _runs_as_one(self, input: Tensor) -> bool:
-        autocast = torch.is_autocast_enabled(input.device.type)
-        states = [layer.fp8 for layer in self.fp8.fusion.linears]
-        usable = all(state.enabled and not state.cold for state in states)
-        return self.training and usable and (autocast or not self.fp8.autocast_only) and input.numel() > 0
+        fp8 = self.fp8
+        states = [layer.fp8 for layer in fp8.fusion.linears]
+        if not self.training or not all(state.enabled and not state.cold for state in states):
+            return False
+        # Whatever else comes in is the business of the modules themselves: they say what is wrong with it.
+        fits = input.is_floating_point() and not input.is_nested and not input.is_meta and input.numel() > 0
+        fits = fits and input.shape[-1] == fp8.fusion.linears[0].in_features
+        return fits and (not fp8.autocast_only or torch.is_autocast_enabled(input.device.type))
 
     @torch.compiler.disable
     def _run_as_one(self, input: Tensor) -> Tensor:
