@@ -41,7 +41,7 @@ class OneRankGivesUp(Deep):
             return None
         if self.way == "exception":
             raise SkipBatchException("bad data")
-        recovery = [c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)][0]
+        recovery = next(c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery))
         return recovery.reject(loss)
 
 
@@ -61,7 +61,7 @@ def everything(directory: Path, names: Sequence[str]) -> dict[str, Any]:
         for recovery in (False, True):
             results[f"{name}/{recovery}"] = run(directory, scenario, rank=1, recovery=recovery, devices=RANKS)
         clean = ("clean", repr(scenario.fp8), scenario.optimizer, repr(scenario.settings))
-        for seed in (7, 8, 9):
+        for seed in (7, 8):
             if (*clean, seed) not in results:
                 results[(*clean, seed)] = run(
                     directory, scenario, faulty=False, recovery=False, seed=seed, devices=RANKS

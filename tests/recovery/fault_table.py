@@ -42,7 +42,7 @@ class Deep(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+            return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
         optimizer = torch.optim.AdamW(self.parameters(), 2e-2, fused=self.optimizer == "adamw-fused")
         # Flat at the end, where a few steps more or fewer make no difference.
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, STEPS * 6 // 10)
@@ -126,7 +126,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bit-flip": Scenario(one("bit_flip", layer="net.3"), weight("net.3")),
     "bit-flip-fast": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), optimizer="adamw-fused"),
     "bit-flip-fp8": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), fp8=DelayedScaling()),
-    "loss-x10": Scenario(many("loss", range(STEPS - 2, STEPS)), ("spike", "loss", "loss"), optimizer="sgd"),
+    "loss-x10": Scenario(many("loss", range(STEPS - 3, STEPS)), ("spike", "loss", "loss"), optimizer="sgd"),
     "amax-x1e4": Scenario(
         lambda rank: [Fault("amax", 4, layer, rank) for layer in ("net.0", "net.2")],
         ("amax_jump", "net.0", "input"),

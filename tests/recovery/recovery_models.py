@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-#: Imported once by the server that test processes are forked from; installed packages only, for it has another sys.path.
+#: Imported once by the server that test processes are forked from: installed packages only, its sys.path is another.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "lightning.pytorch", "torchmetrics"]
 FEATURES, HIDDEN, TARGETS = 16, 32, 16
 OPTIMIZERS = {

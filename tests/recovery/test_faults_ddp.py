@@ -40,7 +40,7 @@ def test_other_fault_on_rank_one(name, more_ranks):
 def check_on_rank_one(name, ranks):
     scenario = SCENARIOS[name]
     clean = ("clean", repr(scenario.fp8), scenario.optimizer, repr(scenario.settings))
-    losses = [ranks[0][*clean, seed].loss for seed in (7, 8, 9)]
+    losses = [ranks[0][(*clean, seed)].loss for seed in (7, 8)]
     without, with_recovery = ranks[0][f"{name}/False"], ranks[0][f"{name}/True"]
     print(f"{name}: clean {losses[0]:.5f}, without {without.loss:.5f}, with {with_recovery.loss:.5f}")
     check(losses[0], statistics.stdev(losses), without, with_recovery, scenario)

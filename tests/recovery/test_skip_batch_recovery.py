@@ -146,7 +146,7 @@ class Manual(Net):
             loss = self.loss(batch) * factor
             self.manual_backward(loss)
             optimizer.step()
-        self.recovered.append([c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)][0].accepted)
+        self.recovered.append(next(c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)).accepted)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
 
     def configure_optimizers(self):
@@ -179,7 +179,7 @@ class GivesUp(Net):
                 return None
             if self.way == "exception":
                 raise SkipBatchException("bad data")
-            callback = [c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery)][0]
+            callback = next(c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery))
             return {"loss": callback.reject(loss)}
         return loss
 
@@ -343,7 +343,7 @@ def test_under_loss_scaling(tmp_path, precision):
     callback = recovery()
     # A larger factor would overflow in fp16 when scaled: that the scaler answers for.
     faults = [Fault("batch", 20), Fault("loss", 30, factor=8.0)]
-    model, trainer = fit(
+    model, _ = fit(
         tmp_path, [FaultInjector(faults), callback], model=Net("adamw-fused"), plugins=[plugins[precision]()]
     )
     steps = [event["step"] for event in rejected(callback) if event["action"] == "skip"]
@@ -380,7 +380,7 @@ def test_bad_settings_are_refused_at_construction(settings, match):
 
 
 def test_wrong_places_are_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="inside Trainer.fit"):
+    with pytest.raises(RuntimeError, match="inside Trainer"):
         SkipBatchRecovery().reject(torch.zeros(()))
     with pytest.raises(MisconfigurationException, match="retry"):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], accumulate_grad_batches=2, max_steps=1)
@@ -389,7 +389,7 @@ def test_wrong_places_are_refused(tmp_path):
 
 
 def test_the_injector_refuses_what_it_cannot_plant(tmp_path):
-    with pytest.raises(ValueError, match="no layer 'nope'.*net.0"):
+    with pytest.raises(ValueError, match=r"no layer 'nope'.*net\.0"):
         fit(tmp_path, [FaultInjector([Fault("weight", 0, "nope")])], max_steps=1)
     with pytest.raises(ValueError, match="ranks"):
         fit(tmp_path, [FaultInjector([Fault("batch", 0, rank=3)])], max_steps=1)
