@@ -1,7 +1,7 @@
 """The custom operators and the autograd of a scaled linear layer: the only place with either.
 
-Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel; a compiler sees the
-operators ``lightning_fp8::cast`` and ``lightning_fp8::scaled_mm``.
+Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel. A compiler sees Triton
+kernels and torch's own product where it can use them, elsewhere ``lightning_fp8::cast`` and ``lightning_fp8::scaled_mm``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ def cast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix for its two GEMMs; see :func:`lightning_fp8.kernels.reference.cast`."""
     if torch.compiler.is_compiling():
-        return _cast_op(x, str(straight or ""), str(transposed or ""), slot, stored)
+        arguments = (x, str(straight or ""), str(transposed or ""), slot, stored)
+        # Triton kernels that the compiler sees cost no operator's dispatch, and it plans their memory.
+        if x.numel() and kernels.cast_in_graph(x.device, *arguments[1:3]):
+            return torch.ops.lightning_fp8.triton_cast(*arguments)
+        return _cast_op(*arguments)
     return kernels.cast(x, straight, transposed, slot, stored)
 
 
@@ -162,7 +166,10 @@ def scaled_mm(
         ``[m, n]``.
     """
     if torch.compiler.is_compiling():
-        return _scaled_mm_op(a, b, decode_a, decode_b, str(casts[0]), str(casts[1]), out_dtype, fast_accum, gemm)
+        texts = str(casts[0]), str(casts[1])
+        if gemm == "torch" and a.numel() and kernels.mode_in_graph(a.device, *texts):
+            return torch._scaled_mm(a, b.t(), decode_a, decode_b.t(), out_dtype=out_dtype, use_fast_accum=fast_accum)
+        return _scaled_mm_op(a, b, decode_a, decode_b, *texts, out_dtype, fast_accum, gemm)
     return _multiply(a, b, decode_a, decode_b, casts, out_dtype, fast_accum, gemm)
 
 
@@ -214,8 +221,10 @@ class ScaledLinear(torch.autograd.Function):
                 "FP8 linear layers are differentiable once, and this backward asks for more (create_graph=True, as for "
                 "a gradient penalty). Keep these layers in high precision: LayerSelection(exclude=[...])."
             )
-        saved = ctx.saved_tensors
-        grad_input, grad_weight = linear_gradients(grad_output, *saved, ctx.casts, ctx.grad_slot, ctx.needs, ctx.dtypes)
+        xt, xt_decode, wt, wt_decode = ctx.saved_tensors
+        grad_input, grad_weight = linear_gradients(
+            grad_output, xt, xt_decode, wt, wt_decode, ctx.casts, ctx.grad_slot, ctx.needs, ctx.dtypes
+        )
         return grad_input, grad_weight, None, None, None, None
 
 

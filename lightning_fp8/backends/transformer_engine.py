@@ -139,7 +139,7 @@ class TransformerEngineBackend(Backend):
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self.fp8_dpa:
             _check_attention(model)
-            forward_context = LibraryContext(_library_recipe(recipe, self.fp8_dpa))
+            forward_context = AttentionContext(recipe)
         common = super().convert(model, names, recipe, autocast_only)
         fuse(groups)
         return TransformerEngineRuntime(common.scaling, common.states, forward_context)
@@ -323,7 +323,7 @@ class Engine:
         self.parameters = parameters
         self.states = states
         first = states[0]
-        self.recipe = _library_recipe(first.scaling.recipe, first.backend.fp8_dpa)
+        self.recipe = _library_recipe(first.scaling.recipe)
         self.library = load()
         manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
         # Being listed already keeps the module out of the global buffers of amaxes.
@@ -366,15 +366,19 @@ class Engine:
                 quantizer.amax = state.slots[role].data[AMAX : AMAX + 1] if library_amax else self.unread
 
 
-class LibraryContext:
-    """Makes ``te.autocast`` regions around forward and loss, for attention modules of the model.
+class AttentionContext:
+    """Makes ``te.autocast`` regions around forward and loss, in which the model's attention modules run in FP8.
+
+    Their scales are Transformer Engine's own, moved at the end of each region.
 
     Args:
-        recipe: Transformer Engine's recipe.
+        recipe: delayed scaling, as for the linear layers.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe) -> None:
+        settings = recipe.settings()
+        kept = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+        self.recipe = _library_recipe(recipe, fp8_dpa=True, **{name: settings[name] for name in kept})
 
     def __call__(self) -> AbstractContextManager[Any]:
         return load().autocast(enabled=True, recipe=self.recipe)
@@ -398,14 +402,14 @@ def _uses(recipe: Recipe, role: Any) -> list[Any]:
     return [use for use in (casts.straight, casts.transposed) if use is not None]
 
 
-def _library_recipe(recipe: Recipe, fp8_dpa: bool) -> Any:
-    """Transformer Engine's recipe for ours."""
+def _library_recipe(recipe: Recipe, **delayed: Any) -> Any:
+    """Transformer Engine's recipe for ours; ``delayed`` are settings of its delayed scaling."""
     library = importlib.import_module("transformer_engine.common.recipe")
     hybrid = _uses(recipe, "grad_output")[0].format.name == "e5m2"
     formats = {"fp8_format": library.Format.HYBRID if hybrid else library.Format.E4M3}
     if isinstance(recipe, (DelayedScaling, StaticScaling)):
         # History and reduction are this package's: one entry is all that the casts write to.
-        return library.DelayedScaling(amax_history_len=1, reduce_amax=False, fp8_dpa=fp8_dpa, **formats)
+        return library.DelayedScaling(**{"amax_history_len": 1, "reduce_amax": False, **formats, **delayed})
     if isinstance(recipe, MXFP8Scaling):
         return library.MXFP8BlockScaling(**formats)
     kind = library.Float8CurrentScaling if isinstance(recipe, TensorwiseScaling) else library.Float8BlockScaling

@@ -387,11 +387,13 @@ def test_attention(library: ModuleType) -> None:
     with pytest.raises(ValueError, match="DotProductAttention"):
         convert(mlp(), "delayed", StandIn(fp8_dpa=True))
     model = nn.ModuleDict({"linear": nn.Linear(32, 32), "attention": library.DotProductAttention()})
-    runtime = convert(model, "delayed", StandIn(fp8_dpa=True)).runtime
+    recipe = DelayedScaling(amax_history_len=7, margin=1.0)
+    runtime = convert(model, recipe, StandIn(fp8_dpa=True)).runtime
     q = torch.randn(1, 1, 4, 8)
     with runtime.forward_context():
         model["attention"](q, q, q)
-    assert model["attention"].fp8_dpa
+    entered = library.autocast.entered[-1]
+    assert model["attention"].fp8_dpa and (entered.amax_history_len, entered.margin) == (7, 1.0)
     with convert(nn.ModuleList([nn.Linear(32, 32)]), "delayed", StandIn()).runtime.forward_context():
         model["attention"](q, q, q)
     assert not model["attention"].fp8_dpa
