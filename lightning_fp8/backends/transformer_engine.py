@@ -12,6 +12,7 @@ leaves no trace. Written against Transformer Engine 2.20 (``transformer_engine/p
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -356,7 +357,7 @@ class Engine:
         if not self.quantizers:
             self.module.init_fp8_metadata(num_gemms=len(self.states))
             made = self.module.quantizers
-            self.quantizers = {True: made, False: {key: [q.copy() for q in made[key]] for key in made}}
+            self.quantizers = {True: made, False: {key: [copy.copy(q) for q in made[key]] for key in made}}
         quantizers = self.module.quantizers = self.quantizers[training]
         for gemm, state in enumerate(self.states):
             forward, backward = quantizers["scaling_fwd"][3 * gemm :], quantizers["scaling_bwd"][2 * gemm :]

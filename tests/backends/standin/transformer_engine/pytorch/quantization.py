@@ -70,9 +70,6 @@ class Quantizer:
         self.scale, self.amax, self.dtype, self.delayed = scale, amax, dtype, delayed
         self.calls = 0
 
-    def copy(self) -> Quantizer:
-        return Quantizer(self.scale, self.amax, self.dtype, self.delayed)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The values that the FP8 codes stand for, fp32."""
         self.calls += 1
