@@ -169,7 +169,7 @@ def build_step(
         optimizer.step()
         optimizer.zero_grad()
         for conversion in active:
-            conversion.step_pending = True
+            conversion.optimizer_stepped()
         return loss.detach()
 
     return step

@@ -2,76 +2,189 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from lightning_fp8.backends import Backend
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.backends import Backend, NativeBackend, Support
+from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 from lightning_fp8.selection import Decision, linear_layers
-from lightning_fp8.tuning.layers import measure_layer
-from lightning_fp8.tuning.table import MeasuredTimes, shipped_tables
+from lightning_fp8.tuning.layers import measure_host, measure_layer
+from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, Times, shipped_tables, step_milliseconds
 
-#: Tokens a step where nobody says otherwise.
+#: Tokens a step and GPU where nobody says otherwise.
 DEFAULT_TOKENS = 8192
-#: What a layer must gain for FP8: below it the host's further launches would eat the gain.
+#: What a layer must gain to become FP8. A gain within the noise of the measurement (a few percent from run to run on an
+#: H200) is none, and rounding to FP8 is not for nothing.
 LEAST_SPEEDUP = 1.05
 
 
-class Times(Protocol):
-    """Anything that knows how much faster a layer is in FP8."""
+class Chosen(NamedTuple):
+    """What ``layers="auto"`` stands for.
 
-    def speedup(self, recipe: str, tokens: int, in_features: int, out_features: int) -> float: ...
+    Attributes:
+        decisions: one for each linear layer.
+        origin: what the choice rests on, for people to read.
+    """
+
+    decisions: list[Decision]
+    origin: str
 
 
-def keep_faster(
-    decisions: list[Decision], model: nn.Module, recipe: Recipe, times: Times, origin: str, tokens: int
-) -> list[Decision]:
-    """Leave out the layers that FP8 would not make faster, each with its figure.
+class Source(NamedTuple):
+    """Measured times.
+
+    Attributes:
+        times: the times.
+        variant: the name under which they know the recipe.
+        origin: where they come from, for people to read.
+    """
+
+    times: Times
+    variant: str
+    origin: str
+
+
+def choose_layers(
+    decisions: list[Decision],
+    model: nn.Module,
+    recipe: Recipe,
+    backend: Backend,
+    support: Support,
+    device: torch.device,
+    tokens: int | None,
+) -> Chosen:
+    """Keep in FP8 the layers that it makes faster; without FP8 hardware, all.
+
+    Rank 0 chooses for all, so every rank must call; it measures what no table knows.
 
     Args:
         decisions: what could be converted.
         model: holds the layers.
         recipe: how they would run.
-        times: measured times.
-        origin: where they come from, for people to read.
+        backend: what would multiply.
+        support: how it runs the recipe on the device.
+        device: where they will run.
+        tokens: rows of the layers' inputs, a step and GPU; ``None`` is :data:`DEFAULT_TOKENS`.
+    """
+    if support.kind != "native" or device.type != "cuda":
+        return Chosen(decisions, "every eligible layer, for FP8 is emulated here")
+    rows = DEFAULT_TOKENS if tokens is None else tokens
+    hint = "by default, tokens=N tells better" if tokens is None else "by the tokens hint"
+
+    def choose() -> Chosen:
+        with torch.cuda.device(device):
+            source = times_on(torch.cuda.get_device_name(device), recipe, backend)
+            chosen = keep_faster(decisions, model, source, rows)
+        return Chosen(chosen, f"layers that FP8 makes faster at {rows} tokens ({hint}), times from {source.origin}")
+
+    return _from_rank_zero(choose)
+
+
+def choose_saved(decisions: list[Decision], saved: Sequence[str]) -> Chosen:
+    """The choice that a checkpoint holds.
+
+    Args:
+        decisions: what could be converted.
+        saved: names of the layers in FP8.
+    """
+
+    def judge(decision: Decision) -> Decision:
+        if not decision.converted:
+            return decision
+        if decision.name in saved:
+            return replace(decision, reason=f"{decision.reason}, as in the checkpoint")
+        return replace(decision, converted=False, reason="not chosen, as in the checkpoint")
+
+    return Chosen([judge(decision) for decision in decisions], "the checkpoint's choice")
+
+
+def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tokens: int) -> list[Decision]:
+    """Leave out the layers that FP8 would not make faster, each with its figure.
+
+    Args:
+        decisions: what could be converted.
+        model: holds the layers.
+        source: measured times.
         tokens: rows of the layers' inputs.
     """
     layers = linear_layers(model)
 
     def judge(decision: Decision) -> Decision:
-        if not decision.converted:
-            return decision
         layer = layers[decision.name]
-        speedup = times.speedup(recipe.name, tokens, layer.in_features, layer.out_features)
-        figure = f"x{speedup:.2f} against bf16 at {tokens} tokens, {origin}"
-        if speedup < LEAST_SPEEDUP:
-            return replace(decision, converted=False, reason=f"FP8 would not be faster: {figure}")
-        return replace(decision, reason=f"{decision.reason}, {figure}")
+        if not decision.converted or is_lazy(layer.weight):
+            return decision
+        gain = speedup(source, tokens, layer.in_features, layer.out_features)
+        if gain < LEAST_SPEEDUP:
+            return replace(decision, converted=False, reason=f"FP8 would not be faster: x{gain:.2f} against bf16")
+        return replace(decision, reason=f"{decision.reason}, x{gain:.2f} against bf16")
 
     return [judge(decision) for decision in decisions]
 
 
-def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> tuple[Times, str]:
-    """Measured times for a GPU and where they come from: the shipped table, else measurements kept on disk."""
-    gpu = torch.cuda.get_device_name(device)
+def speedup(source: Source, tokens: int, in_features: int, out_features: int) -> float:
+    """How many times faster than in bf16 the layer is in FP8, where the host has to issue it as well."""
+    where = (tokens, in_features, out_features)
+    return step_milliseconds(source.times, "bf16", *where) / step_milliseconds(source.times, source.variant, *where)
+
+
+def times_on(gpu: str, recipe: Recipe, backend: Backend) -> Source:
+    """Measured times for the current GPU: the shipped table, else measurements kept on disk.
+
+    Args:
+        gpu: its name.
+        recipe: what will run.
+        backend: what will multiply.
+    """
     table = shipped_tables().get(gpu)
-    if table is not None and recipe.name in table.times:
-        return table, f"table of {table.date}"
+    variant = variant_in(table, recipe) if table is not None and backend == NativeBackend() else None
+    if table is not None and variant is not None:
+        return Source(table, variant, f"the table shipped for {gpu} ({table.date}, torch {table.torch})")
 
-    def measure(variant: str, tokens: int, in_features: int, out_features: int) -> float:
-        return measure_layer(tokens, in_features, out_features, None if variant == "bf16" else recipe, backend)
+    def recipe_of(variant: str) -> Recipe | None:
+        return None if variant == "bf16" else recipe
 
-    return MeasuredTimes(gpu, torch.__version__, measure), "measured here"
+    times = MeasuredTimes(
+        gpu,
+        torch.__version__,
+        lambda variant, *where: measure_layer(*where, recipe_of(variant), backend),
+        lambda variant: measure_host(recipe_of(variant), backend),
+    )
+    return Source(times, f"{backend!r} {recipe!r}", f"measurements on this machine, kept in {times.path}")
 
 
-def from_rank_zero(decisions: list[Decision]) -> list[Decision]:
-    """Every rank gets rank 0's decisions, so that all convert the same layers; every rank must call."""
+def variant_in(table: LayerTable, recipe: Recipe) -> str | None:
+    """The recipe of ``table`` that does the same work as ``recipe``; ``None`` if none does."""
+    known = (variant for variant in table.times if variant != "bf16")
+    return next((variant for variant in known if _work(get_recipe(variant)) == _work(recipe)), None)
+
+
+def _work(recipe: Recipe) -> list[object]:
+    """What decides the time a recipe takes: where scales come from, and which values share one."""
+    uses = [use for role in ROLES for use in (recipe.casts[role].straight, recipe.casts[role].transposed)]
+    return [recipe.source == "data", *(use and use.granularity for use in uses)]
+
+
+def _from_rank_zero(choose: Callable[[], Chosen]) -> Chosen:
+    """Every rank gets rank 0's choice, so that all convert the same layers; every rank must call.
+
+    Raises:
+        RuntimeError: rank 0 could not choose; there its own exception is raised.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return decisions
-    message = [decisions]
-    dist.broadcast_object_list(message, src=0)
+        return choose()
+    message: list[Chosen | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            message = [choose()]
+    finally:
+        # Whatever happens on rank 0, the others must not wait for ever.
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is None:
+        raise RuntimeError("Rank 0 could not choose the layers for FP8: see its error.")
     return message[0]

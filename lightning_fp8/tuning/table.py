@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from bisect import bisect_left
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
 
 #: Token counts and sizes of the tables. Between them times are interpolated in the logarithms.
 TOKENS = (1024, 4096, 16384, 65536)
@@ -19,6 +22,24 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_WORK = 2**41
 
 Point = tuple[int, int, int]
+
+
+class Times(Protocol):
+    """Anything that knows how long a layer takes, forward and backward."""
+
+    def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+        """On the GPU, where ``variant`` is ``"bf16"`` or an FP8 one."""
+
+    def host_milliseconds(self, variant: str) -> float:
+        """What the host needs to issue it in eager mode, whatever its size."""
+
+
+def step_milliseconds(times: Times, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+    """A layer's share of a step: the GPU's time, but no less than what the host needs to issue it.
+
+    A layer that the GPU finishes sooner leaves the GPU waiting, and FP8 has more to issue than bf16 has.
+    """
+    return max(times.milliseconds(variant, tokens, in_features, out_features), times.host_milliseconds(variant))
 
 
 @dataclass
@@ -30,12 +51,14 @@ class LayerTable:
         torch: torch's version at the measurement.
         date: of the measurement, ISO.
         times: by variant (``"bf16"`` or a recipe's name), then by ``(tokens, in_features, out_features)``.
+        host: by variant, what the host of that machine needed to issue the layer in eager mode.
     """
 
     gpu: str
     torch: str
     date: str
     times: dict[str, dict[Point, float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
 
     def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
         """The time of a layer of any size.
@@ -47,10 +70,13 @@ class LayerTable:
         axes = [sorted({point[axis] for point in points}) for axis in range(3)]
         return _interpolate(points, axes, (tokens, in_features, out_features))
 
-    def speedup(self, recipe: str, tokens: int, in_features: int, out_features: int) -> float:
-        """How many times faster than in bf16 the layer is in FP8."""
-        where = (tokens, in_features, out_features)
-        return self.milliseconds("bf16", *where) / self.milliseconds(recipe, *where)
+    def host_milliseconds(self, variant: str) -> float:
+        """The host's time.
+
+        Raises:
+            KeyError: the variant was not measured.
+        """
+        return self.host[variant]
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""
@@ -58,7 +84,8 @@ class LayerTable:
             variant: [[*point, round(ms, 5)] for point, ms in sorted(points.items())]
             for variant, points in self.times.items()
         }
-        return json.dumps({"gpu": self.gpu, "torch": self.torch, "date": self.date, "times": times})
+        host = {variant: round(ms, 5) for variant, ms in self.host.items()}
+        return json.dumps({"gpu": self.gpu, "torch": self.torch, "date": self.date, "host": host, "times": times})
 
     @staticmethod
     def from_json(text: str) -> LayerTable:
@@ -68,7 +95,7 @@ class LayerTable:
             variant: {(int(t), int(i), int(o)): float(ms) for t, i, o, ms in rows}
             for variant, rows in data["times"].items()
         }
-        return LayerTable(data["gpu"], data["torch"], data["date"], times)
+        return LayerTable(data["gpu"], data["torch"], data["date"], times, data["host"])
 
 
 def grid() -> list[Point]:
@@ -89,41 +116,65 @@ def cache_folder() -> Path:
 
 
 class MeasuredTimes:
-    """Times measured on this machine, kept on disk for each GPU, torch version and recipe.
+    """Times measured on this machine, kept on disk for each GPU and torch version.
 
     Args:
         gpu: the GPU's name.
         torch: torch's version.
         measure: ``measure(variant, tokens, in_features, out_features)`` in milliseconds, for what is not known yet.
+        measure_host: ``measure_host(variant)`` in milliseconds.
         folder: where the file lies.
+
+    Attributes:
+        path: the file.
     """
 
     def __init__(
-        self, gpu: str, torch: str, measure: Callable[[str, int, int, int], float], folder: Path | None = None
+        self,
+        gpu: str,
+        torch: str,
+        measure: Callable[[str, int, int, int], float],
+        measure_host: Callable[[str], float],
+        folder: Path | None = None,
     ) -> None:
         self._measure = measure
+        self._measure_host = measure_host
         name = "".join(c if c.isalnum() else "-" for c in f"{gpu}-{torch}").lower()
-        self._path = (folder or cache_folder()) / f"{name}.json"
-        self._times: dict[str, float] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self.path = (folder or cache_folder()) / f"{name}.json"
+        self._times = _read(self.path)
 
-    def speedup(self, recipe: str, tokens: int, in_features: int, out_features: int) -> float:
-        """How many times faster than in bf16 the layer is in FP8."""
+    def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+        """The time of a layer, measured if it is not known."""
         where = (tokens, in_features, out_features)
-        return self._time("bf16", *where) / self._time(recipe, *where)
+        return self._known(f"{variant} {tokens} {in_features} {out_features}", lambda: self._measure(variant, *where))
 
-    def _time(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
-        key = f"{variant} {tokens} {in_features} {out_features}"
+    def host_milliseconds(self, variant: str) -> float:
+        """The host's time, measured if it is not known."""
+        return self._known(f"{variant} host", lambda: self._measure_host(variant))
+
+    def _known(self, key: str, measure: Callable[[], float]) -> float:
         if key not in self._times:
-            self._times[key] = self._measure(variant, tokens, in_features, out_features)
+            self._times[key] = measure()
             self._save()
         return self._times[key]
 
     def _save(self) -> None:
         # Written beside and moved, so that a process that reads meanwhile never sees half a file.
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(self._times, indent=0, sort_keys=True))
-        temporary.replace(self._path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(self._times, indent=0, sort_keys=True))
+            temporary.replace(self.path)
+        except OSError as error:
+            log.warning("The measured times of linear layers cannot be kept in %s: %s", self.path, error)
+
+
+def _read(path: Path) -> dict[str, float]:
+    """What was measured before; nothing where the file is missing or was damaged."""
+    try:
+        return {str(key): float(ms) for key, ms in json.loads(path.read_text()).items()}
+    except (OSError, ValueError):
+        return {}
 
 
 def _interpolate(points: dict[Point, float], axes: list[list[int]], where: tuple[int, ...]) -> float:
