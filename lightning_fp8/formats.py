@@ -160,6 +160,7 @@ def compute_e8m0_decode_scale(amax: Tensor, fmt: Format) -> Tensor:
     Returns:
         fp32 powers of two, shaped as ``amax``, each a value E8M0 holds exactly. NaN for a non-finite amax.
     """
-    ratio = (amax / fmt.max).clamp(MIN_SCALE, MAX_SCALE)
+    # A Python number under a tensor would be rounded twice: torch multiplies by the reciprocal.
+    ratio = (amax / torch.full_like(amax, fmt.max)).clamp(MIN_SCALE, MAX_SCALE)
     floor = round_down_to_power_of_two(ratio)
     return torch.where(amax.isfinite(), torch.where(floor < ratio, floor * 2, floor), torch.nan)

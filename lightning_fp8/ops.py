@@ -1,7 +1,8 @@
 """The custom operators and the autograd of a scaled linear layer: the only place with either.
 
-Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel. A compiler sees Triton
-kernels and torch's own product where it can use them, elsewhere ``lightning_fp8::cast`` and ``lightning_fp8::scaled_mm``.
+Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel. A compiler sees
+Triton kernels and torch's own product where it can use them, and the operators ``lightning_fp8::cast`` and
+``lightning_fp8::scaled_mm`` elsewhere.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class LinearCasts:
         input, weight, grad_output: the casts of each role.
         stored: tensorwise scales come from the layers' slots, not from the data.
         gemm: what multiplies.
+        recompute_weight_cast: backward casts the weight again instead of keeping its transposed FP8 copy from forward.
+        weight_scale_known: the weight's slot holds its scale, whatever ``stored`` says of the others.
     """
 
     input: OperandCasts
@@ -40,11 +43,21 @@ class LinearCasts:
     grad_output: OperandCasts
     stored: bool
     gemm: GemmLibrary = "torch"
+    recompute_weight_cast: bool = False
+    weight_scale_known: bool = False
 
     @staticmethod
-    def of(recipe: Recipe, stored: bool, gemm: GemmLibrary = "torch") -> LinearCasts:
+    def of(
+        recipe: Recipe, stored: bool, gemm: GemmLibrary = "torch", recompute_weight_cast: bool = False
+    ) -> LinearCasts:
         """The casts of ``recipe``."""
-        return LinearCasts(recipe.casts["input"], recipe.casts["weight"], recipe.casts["grad_output"], stored, gemm)
+        casts = (recipe.casts["input"], recipe.casts["weight"], recipe.casts["grad_output"])
+        return LinearCasts(*casts, stored, gemm, recompute_weight_cast)
+
+    @property
+    def weight_stored(self) -> bool:
+        """Whether the weight's tensorwise scale comes from its slot."""
+        return self.stored or self.weight_scale_known
 
 
 # --- cast ------------------------------------------------------------------------------------------------------------
@@ -177,7 +190,11 @@ def scaled_mm(
 
 
 class ScaledLinear(torch.autograd.Function):
-    """``x @ w^T`` with all three GEMMs in FP8. What is saved for backward is FP8, cast once in forward."""
+    """``x @ w^T`` with all three GEMMs in FP8. What is saved for backward is FP8, cast once in forward.
+
+    Under ``recompute_weight_cast`` the weight itself is saved and cast again in backward, with the scale of its own
+    forward: the same bits. What shards weights frees them in between, and gathers them anew for backward.
+    """
 
     @staticmethod
     def forward(
@@ -196,14 +213,17 @@ class ScaledLinear(torch.autograd.Function):
         xq, x_decode, xt, xt_decode = cast(
             x, x_casts.straight, x_casts.transposed if need_grad_weight else None, input_slot, casts.stored
         )
+        keep_transposed = need_grad_input and not casts.recompute_weight_cast
         wq, w_decode, wt, wt_decode = cast(
-            weight, w_casts.straight, w_casts.transposed if need_grad_input else None, weight_slot, casts.stored
+            weight, w_casts.straight, w_casts.transposed if keep_transposed else None, weight_slot, casts.weight_stored
         )
         # Hopper's fast accumulation is for the forward GEMM alone, as in torchao and Transformer Engine.
         pair = _both(x_casts.straight, w_casts.straight)
         y = scaled_mm(xq, wq, x_decode, w_decode, pair, out_dtype, True, casts.gemm)
         if need_grad_weight and x_casts.transposed is None:
             xt = x.to(out_dtype)
+        if need_grad_input and casts.recompute_weight_cast:
+            wt, wt_decode = weight, weight.new_empty(0) if weight_slot is None else weight_slot.data.clone()
         ctx.save_for_backward(xt, xt_decode, wt, wt_decode)
         # Not saved for backward: they are changed in place by every forward and backward in between.
         ctx.grad_slot = grad_slot

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_fp8.kernels import gemm, reference
 from lightning_fp8.kernels.capability import has_fast_casts
+from lightning_fp8.kernels.gemm import mode_in_graph
 from lightning_fp8.kernels.layout import empty_decode_scale, lay_out
 from lightning_fp8.recipes import Cast
 
@@ -25,6 +26,25 @@ def cast(
         return triton_cast.cast(x, straight, transposed, slot, stored)
     codes, decode, codes_t, decode_t = reference.cast(x, straight, transposed, slot, stored)
     return codes, lay_out(decode, straight), codes_t, lay_out(decode_t, transposed)
+
+
+@torch._dynamo.assume_constant_result
+def cast_in_graph(device: torch.device, straight: str, transposed: str) -> bool:
+    """Whether a traced graph may cast by ``lightning_fp8::triton_cast``, which this registers if so.
+
+    Args:
+        device: where the matrix is.
+        straight: the cast of the straight operand as text, empty to leave it out.
+        transposed: that of the transposed one.
+    """
+    uses = [Cast.parse(text) for text in (straight, transposed) if text]
+    # Inductor does not pass on the limit of registers that the kernels for blocks have.
+    visible = all(use is not None and use.granularity in ("tensorwise", "rowwise") for use in uses)
+    if not (uses and visible and has_fast_casts(device)):
+        return False
+    from lightning_fp8.kernels import triton_op  # noqa: F401
+
+    return True
 
 
 def scaled_mm(
@@ -56,4 +76,4 @@ def scaled_mm(
     return gemm.scaled_mm(a, b, decode_a, decode_b, mode, out_dtype, fast_accum)
 
 
-__all__ = ["cast", "empty_decode_scale", "scaled_mm"]
+__all__ = ["cast", "cast_in_graph", "empty_decode_scale", "mode_in_graph", "scaled_mm"]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_fp8.formats import E4M3, Format
+
 
 class Hardware(NamedTuple):
     """What decides which FP8 products run on a device.
@@ -35,12 +37,13 @@ class Hardware(NamedTuple):
         return Hardware("cuda", compute_capability(device_index(device)), cuda_version())
 
 
-def supports(granularity: str, device: torch.device | str | Hardware) -> tuple[bool, str]:
+def supports(granularity: str, device: torch.device | str | Hardware, fmt: Format = E4M3) -> tuple[bool, str]:
     """Whether a GEMM of operands with such scales runs on FP8 tensor cores there.
 
     Args:
         granularity: as in :class:`lightning_fp8.recipes.Cast`.
         device: any device, or a description of one.
+        fmt: format of the operand.
 
     Returns:
         Whether it does, and why not; the reason is empty if it does. Elsewhere the arithmetic is emulated.
@@ -55,6 +58,8 @@ def supports(granularity: str, device: torch.device | str | Hardware) -> tuple[b
     if granularity in ("1x128", "128x128"):
         if major != 9:
             return False, f"{granularity} scales need Hopper (9.0), this GPU has {name}"
+        if fmt is not E4M3:
+            return False, f"{granularity} scales need E4M3 operands, not {fmt.name.upper()}: torch has no such kernel"
         if hardware.cuda < (12, 9):
             version = ".".join(map(str, hardware.cuda))
             return False, f"{granularity} scales need CUDA 12.9, torch was built with {version}"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.formats import E5M2
 from lightning_fp8.kernels.capability import compute_capability, cuda_version, device_index, supports
 from lightning_fp8.kernels.reference import round_up
 from lightning_fp8.recipes import Cast, Granularity
@@ -31,15 +32,34 @@ def native_mode(a: Tensor, casts: tuple[Cast, Cast]) -> Mode | None:
     """How the device of ``a`` multiplies operands cast so; ``None`` if it cannot or there is nothing to multiply."""
     if not a.is_cuda or not a.numel():
         return None
-    return _native_mode(device_index(a.device), casts[0].granularity, casts[1].granularity)
+    # Texts keep their hash, casts do not.
+    return _native_mode(device_index(a.device), str(casts[0]), str(casts[1]))
 
 
 @functools.cache
-def _native_mode(index: int, granularity_a: Granularity, granularity_b: Granularity) -> Mode | None:
+def _native_mode(index: int, text_a: str, text_b: str) -> Mode | None:
     device = torch.device("cuda", index)
-    if not (supports(granularity_a, device)[0] and supports(granularity_b, device)[0]):
+    a, b = Cast.parse(text_a), Cast.parse(text_b)
+    if a is None or b is None or (a.format is E5M2 and b.format is E5M2):  # cuBLASLt has no product of two E5M2.
         return None
-    return _MODES.get((granularity_a, granularity_b))
+    if not all(supports(operand.granularity, device, operand.format)[0] for operand in (a, b)):
+        return None
+    return _MODES.get((a.granularity, b.granularity))
+
+
+@torch._dynamo.assume_constant_result
+def mode_in_graph(device: torch.device, text_a: str, text_b: str) -> str:
+    """The mode of a product that a traced graph may hold as an operator of torch; empty if it may not.
+
+    Args:
+        device: where the operands are.
+        text_a: the cast of the left operand, as text.
+        text_b: the cast of the right one.
+    """
+    mode = _native_mode(device_index(device), text_a, text_b) if device.type == "cuda" else None
+    if mode == "tensorwise" or (mode == "rowwise" and _rowwise_by_cublas(device_index(device))):
+        return mode
+    return ""
 
 
 def scaled_mm(

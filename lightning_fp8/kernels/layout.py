@@ -16,6 +16,8 @@ def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Ten
     strides ``(1, rows)``, the only ones that ``torch.nn.functional.scaled_mm`` takes; all others are contiguous. Each
     tensor is an allocation of its own, and so aligned to 16 bytes and more.
     """
+    if cast.granularity == "tensorwise":
+        return like.new_empty((1, 1), dtype=torch.float32)
     shape = decode_scale_shape(rows, columns, cast)
     if cast.granularity == "1x128":
         return like.new_empty_strided(shape, (1, rows), dtype=torch.float32)

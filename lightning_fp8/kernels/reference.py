@@ -22,7 +22,9 @@ def round_up(size: int, multiple: int) -> int:
 
 def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
     """What the number of rows is padded to, so that the hardware takes the transposed operand."""
-    return max((cast.multiple for cast in (straight, transposed) if cast is not None), default=1)
+    if straight is None:
+        return 1 if transposed is None else transposed.multiple
+    return straight.multiple if transposed is None else max(straight.multiple, transposed.multiple)
 
 
 def decode_scale_shape(rows: int, columns: int, cast: Cast) -> tuple[int, int]:

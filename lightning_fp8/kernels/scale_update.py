@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp8.formats import MAX_SCALE
-from lightning_fp8.kernels.triton_common import INF, compute_scale_of, round_down_to_power_of_two
+from lightning_fp8 import formats
+from lightning_fp8.kernels.triton_common import LARGEST, MAX_SCALE, compute_scale_of, round_down_to_power_of_two
 from lightning_fp8.recipes import ROLES, DelayedScaling
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, SLOT_SIZE
 
@@ -40,7 +40,7 @@ def step_scales(
     block = triton.next_power_of_2(length)
     _step_scales[(slots,)](
         table, history, position, format_maxima, length,
-        recipe.amax_compute_algo == "max", 2.0**-recipe.margin, recipe.smoothing, recipe.max_scale or MAX_SCALE,
+        recipe.amax_compute_algo == "max", 2.0**-recipe.margin, recipe.smoothing, recipe.max_scale or formats.MAX_SCALE,
         recipe.power_of_two, block, num_warps=min(max(block // 256, 1), 8),
         enable_fp_fusion=False,  # Smoothing rounds both products, as torch does.
     )  # fmt: skip
@@ -52,7 +52,7 @@ def _next_scale(
     HEADROOM: tl.constexpr, SMOOTHING: tl.constexpr, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     old = tl.load(slot + column)
-    new = compute_scale_of(basis, maximum, HEADROOM)
+    new = compute_scale_of(basis, maximum, HEADROOM, MAX_SCALE)
     if SMOOTHING > 0.0:
         new = tl.where(old > 0.0, SMOOTHING * old + (1.0 - SMOOTHING) * new, new)
     new = tl.minimum(new, LIMIT)
@@ -64,7 +64,7 @@ def _next_scale(
 @triton.jit
 def _step_scales(
     table, history, position, maxima, length,
-    LARGEST: tl.constexpr, HEADROOM: tl.constexpr, SMOOTHING: tl.constexpr, LIMIT: tl.constexpr,
+    WHOLE_HISTORY: tl.constexpr, HEADROOM: tl.constexpr, SMOOTHING: tl.constexpr, LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a slot."""
@@ -72,11 +72,11 @@ def _step_scales(
     role = index % _ROLES
     slot = table + index * _SLOT_SIZE
     amax = tl.load(slot + _AMAX)
-    seen = (amax >= 0.0) & (amax < INF)
+    seen = (amax >= 0.0) & (amax <= LARGEST)
     place = tl.load(position + index)
     history += index.to(tl.int64) * length
     basis = amax
-    if LARGEST:
+    if WHOLE_HISTORY:
         entry = tl.arange(0, BLOCK)
         past = tl.load(history + entry, mask=entry < length, other=0.0)
         basis = tl.max(tl.where(entry == place, tl.where(seen, amax, past), past), axis=0)

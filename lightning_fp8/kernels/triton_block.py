@@ -10,6 +10,7 @@ import triton.language as tl
 
 from lightning_fp8.kernels.triton_common import (
     amax_bits,
+    apart,
     as_bits,
     bits_of,
     cast_tile,
@@ -77,7 +78,7 @@ def cast_blocks_128(
         tl.store(decode_t + row_tile.to(tl.int64) * columns + k, reciprocal(by_column))
         scale_t = by_column[None, :]
     if TRANSPOSED == _SQUARE:
-        scale_t = compute_scale(float_of(bits), RULE_T)
+        scale_t = apart(compute_scale(float_of(bits), RULE_T), padded)
         tl.store(decode_t + column_tile * (padded // 128) + row_tile, reciprocal(scale_t))
     cast_tile(
         codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, padded, columns,

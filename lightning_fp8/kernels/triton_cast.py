@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.kernels import triton_block, triton_scalar
+from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import empty_decode_scale
 from lightning_fp8.kernels.reference import round_up, row_multiple
 from lightning_fp8.recipes import Cast
@@ -35,11 +35,6 @@ class Tile:
     group: int = 1
     registers: int | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Launch options of Triton."""
-        return {"num_warps": self.warps, "maxnreg": self.registers}
-
 
 #: Casts with one scale for the tensor or one for each row: one or both operands.
 CAST_TILE = Tile(128, 64, 4)
@@ -60,7 +55,14 @@ _SCALAR_MODES = {None: 0, "tensorwise": triton_scalar.TENSOR, "rowwise": triton_
 _BLOCK_MODES = {None: 0, "1x128": triton_block.VECTOR, "128x128": triton_block.SQUARE}
 
 
-def cast(x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor | None, stored: bool) -> Operands:
+def cast(
+    x: Tensor,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor | None,
+    stored: bool,
+    launch: Launch = at_once,
+) -> Operands:
     """As :func:`lightning_fp8.kernels.reference.cast`, for a CUDA matrix with at least one row and one cast.
 
     Rows may lie apart; a matrix whose rows are not contiguous themselves is copied.
@@ -68,18 +70,17 @@ def cast(x: Tensor, straight: Cast | None, transposed: Cast | None, slot: Tensor
     if x.stride(1) != 1:
         x = x.contiguous()
     padded = round_up(x.shape[0], row_multiple(straight, transposed))
-    if not (stored and slot is not None):
-        stored = False
-    launch = _launcher(straight or transposed, stored)
-    if straight and transposed and _launcher(transposed, stored) is not launch:
+    stored = stored and slot is not None
+    by = _caster(straight or transposed, stored)
+    if straight and transposed and _caster(transposed, stored) is not by:
         # No recipe mixes such granularities: a pass for each direction does.
-        codes, decode, _, _ = launch(x, padded, straight, None, slot)
-        _, _, codes_t, decode_t = _launcher(transposed, stored)(x, padded, None, transposed, slot)
+        codes, decode, _, _ = by(x, padded, straight, None, slot, launch=launch)
+        _, _, codes_t, decode_t = _caster(transposed, stored)(x, padded, None, transposed, slot, launch=launch)
         return codes, decode, codes_t, decode_t
-    return launch(x, padded, straight, transposed, slot)
+    return by(x, padded, straight, transposed, slot, launch=launch)
 
 
-def _launcher(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
+def _caster(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
     """The function that casts with this granularity."""
     granularity = cast.granularity if cast else None
     if granularity == "tensorwise" and stored:
@@ -90,15 +91,28 @@ def _launcher(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
 
 
 def cast_stored(
-    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor, tile: Tile = CAST_TILE
+    x: Tensor,
+    padded: int,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor,
+    tile: Tile = CAST_TILE,
+    launch: Launch = at_once,
 ) -> Operands:
     """Tensorwise with the slot's scales, in one pass."""
     rows, columns = x.shape
     out = _empty_operands(x, padded, straight, transposed)
-    triton_scalar.cast_stored[_grid(padded, columns, tile)](
-        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded, tile.group,
-        straight is not None, _rule(straight), transposed is not None, _rule(transposed),
-        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
+    launch(
+        triton_scalar.cast_stored,
+        _tiles(padded, columns, tile),
+        (x, *_pointers(out, straight, transposed), slot),
+        (rows, columns, x.stride(0), padded, tile.group),
+        (
+            straight is not None, _rule(straight), transposed is not None, _rule(transposed),
+            tile.rows, tile.columns, _even(rows, columns, tile),
+        ),
+        tile.warps,
+        tile.registers,
     )  # fmt: skip
     return out
 
@@ -110,65 +124,96 @@ def cast_from_data(
     transposed: Cast | None,
     slot: Tensor | None,
     tile: Tile = CAST_TILE,
+    launch: Launch = at_once,
 ) -> Operands:
     """Tensorwise and rowwise with scales from the data: a pass for the amaxes, then one for the codes."""
     rows, columns = x.shape
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     if straight and transposed is None and modes[0] == triton_scalar.ROWS and columns <= MAX_ROW:
-        return _cast_rows(x, padded, straight, slot)
+        return _cast_rows(x, padded, straight, slot, launch)
     if triton_scalar.ROWS in modes:
-        amaxes, count = vector_amaxes(x, padded, modes, slot), 1
+        amaxes, count = vector_amaxes(x, padded, modes, slot, launch=launch), 1
         slot = None
     else:
-        amaxes = amax_partials(x)
+        amaxes = amax_partials(x, launch=launch)
         count = amaxes.shape[0]
     out = _empty_operands(x, padded, straight, transposed)
-    triton_scalar.cast_from_amaxes[_grid(padded, columns, tile)](
-        x, *_pointers(out, straight, transposed), slot, amaxes, count, rows, columns, x.stride(0), padded, tile.group,
-        modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, 1 if count == 1 else AMAX_PROGRAMS,
-        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
+    launch(
+        triton_scalar.cast_from_amaxes,
+        _tiles(padded, columns, tile),
+        (x, *_pointers(out, straight, transposed), slot, amaxes),
+        (rows, columns, x.stride(0), padded, tile.group, count),
+        (
+            modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None,
+            1 if triton_scalar.ROWS in modes else AMAX_PROGRAMS,
+            tile.rows, tile.columns, _even(rows, columns, tile),
+        ),
+        tile.warps,
+        tile.registers,
     )  # fmt: skip
     return out
 
 
-def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRAMS) -> Tensor:
+def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRAMS, launch: Launch = at_once) -> Tensor:
     """Largest magnitudes that together cover ``x``: at most ``programs`` of them, the bits of fp32 as int32."""
     rows, columns = x.shape
     stride = x.stride(0)
-    if stride == columns and x.numel() % tile.columns == 0:
-        rows, columns, stride = x.numel() // tile.columns, tile.columns, tile.columns
-    programs = min(programs, _grid(rows, columns, tile)[0])
+    if stride == columns and rows * columns % tile.columns == 0:
+        rows, columns, stride = rows * columns // tile.columns, tile.columns, tile.columns
+    programs = min(programs, _tiles(rows, columns, tile))
     partials = x.new_empty(programs, dtype=torch.int32)
-    triton_scalar.amax_partials[(programs,)](
-        x, partials, rows, columns, stride, tile.rows, tile.columns, _even(rows, columns, tile), **tile.options
+    launch(
+        triton_scalar.amax_partials,
+        programs,
+        (x, partials),
+        (rows, columns, stride),
+        (tile.rows, tile.columns, _even(rows, columns, tile)),
+        tile.warps,
+        tile.registers,
     )
     return partials
 
 
 def vector_amaxes(
-    x: Tensor, padded: int, modes: tuple[int, int], slot: Tensor | None, tile: Tile = VECTOR_AMAX_TILE
+    x: Tensor,
+    padded: int,
+    modes: tuple[int, int],
+    slot: Tensor | None,
+    tile: Tile = VECTOR_AMAX_TILE,
+    launch: Launch = at_once,
 ) -> Tensor:
     """The amaxes of rows and columns, as ``triton_scalar.amax_rows_and_columns`` lays them out; notes the tensor's."""
     rows, columns = x.shape
     scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
-    triton_scalar.amax_rows_and_columns[_grid(rows, columns, tile)](
-        x, scratch, slot, rows, columns, x.stride(0), padded, tile.group,
-        modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
-        slot is not None, tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
+    launch(
+        triton_scalar.amax_rows_and_columns,
+        _tiles(rows, columns, tile),
+        (x, scratch, slot),
+        (rows, columns, x.stride(0), padded, tile.group),
+        (
+            modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
+            slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
+        ),
+        tile.warps,
+        tile.registers,
     )  # fmt: skip
     return scratch
 
 
-def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None) -> Operands:
+def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None, launch: Launch) -> Operands:
     """Rowwise, the straight operand alone: rows stay in registers between their amax and their codes."""
     rows, columns = x.shape
     out = _empty_operands(x, padded, straight, None)
     width = 1 << (columns - 1).bit_length()
     height = max(1, MIN_ROW_TILE // width)
-    triton_scalar.cast_rows[(-(-padded // height),)](
-        x, out[0], out[1], slot, rows, columns, x.stride(0), padded, _rule(straight), slot is not None, height, width,
-        num_warps=max(4, width // 2048),
-    )  # fmt: skip
+    launch(
+        triton_scalar.cast_rows,
+        -(-padded // height),
+        (x, out[0], out[1], slot),
+        (rows, columns, x.stride(0), padded),
+        (_rule(straight), slot is not None, height, width),
+        max(4, width // 2048),
+    )
     return out
 
 
@@ -179,29 +224,49 @@ def cast_blocks_128(
     transposed: Cast | None,
     slot: Tensor | None,
     tile: Tile = BLOCK_TILE,
+    launch: Launch = at_once,
 ) -> Operands:
     """1x128 and 128x128, in one pass; the tile is 128 x 128."""
     rows, columns = x.shape
     out = _empty_operands(x, padded, straight, transposed)
-    triton_block.cast_blocks_128[_grid(padded, columns, tile)](
-        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
-        _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
-        _rule(transposed), slot is not None, rows == padded, **tile.options,
+    launch(
+        triton_block.cast_blocks_128,
+        _tiles(padded, columns, tile),
+        (x, *_pointers(out, straight, transposed), slot),
+        (rows, columns, x.stride(0), padded),
+        (
+            _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
+            _rule(transposed), slot is not None, rows == padded,
+        ),
+        tile.warps,
+        tile.registers,
     )  # fmt: skip
     return out
 
 
 def cast_blocks_32(
-    x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None, slot: Tensor | None
+    x: Tensor,
+    padded: int,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor | None,
+    tile: Tile = MX_TILE,
+    launch: Launch = at_once,
 ) -> Operands:
     """1x32, in one pass."""
     rows, columns = x.shape
-    tile = MX_TILE
     out = _empty_operands(x, padded, straight, transposed)
-    triton_block.cast_blocks_32[_grid(padded, columns, tile)](
-        x, *_pointers(out, straight, transposed), slot, rows, columns, x.stride(0), padded,
-        straight is not None, _rule(straight)[0], transposed is not None, _rule(transposed)[0], slot is not None,
-        tile.rows, tile.columns, _even(rows, columns, tile), **tile.options,
+    launch(
+        triton_block.cast_blocks_32,
+        _tiles(padded, columns, tile),
+        (x, *_pointers(out, straight, transposed), slot),
+        (rows, columns, x.stride(0), padded),
+        (
+            straight is not None, _rule(straight)[0], transposed is not None, _rule(transposed)[0],
+            slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
+        ),
+        tile.warps,
+        tile.registers,
     )  # fmt: skip
     return out
 
@@ -217,14 +282,15 @@ def _rule(cast: Cast | None) -> tuple[float, float, float, bool]:
     return cast.format.max, 2.0**-cast.margin, cast.max_scale, cast.power_of_two
 
 
-def _grid(rows: int, columns: int, tile: Tile) -> tuple[int]:
+def _tiles(rows: int, columns: int, tile: Tile) -> int:
     # triton.cdiv costs the host several microseconds a call.
-    return (-(-rows // tile.rows) * -(-columns // tile.columns),)
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
 def _even(rows: int, columns: int, tile: Tile) -> bool:
     """Whether every tile lies inside the matrix; it then has no padding either."""
-    return rows % tile.rows == 0 and columns % tile.columns == 0
+    # bool: it is a constant of the kernel, also where a traced graph has symbols for sizes.
+    return bool(rows % tile.rows == 0 and columns % tile.columns == 0)
 
 
 def _empty_operands(x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None) -> Operands:
@@ -238,12 +304,11 @@ def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tup
     return x.new_empty((rows, columns), dtype=cast.format.dtype), empty_decode_scale(x, rows, columns, cast)
 
 
-def _pointers(out: Operands, straight: Cast | None, transposed: Cast | None) -> tuple[Any, Any, Any, Any]:
+def _pointers(out: Operands, straight: Cast | None, transposed: Cast | None) -> tuple[Tensor | None, ...]:
     """The outputs in the order the kernels take them; ``None`` for those left out."""
     codes, decode, codes_t, decode_t = out
-    return (
-        None if straight is None else codes,
-        None if transposed is None else codes_t,
-        None if straight is None else decode,
-        None if transposed is None else decode_t,
-    )
+    if straight is None:
+        return None, codes_t, None, decode_t
+    if transposed is None:
+        return codes, None, decode, None
+    return codes, codes_t, decode, decode_t

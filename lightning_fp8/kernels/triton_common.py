@@ -16,7 +16,8 @@ import triton.language as tl
 MAX_SCALE = tl.constexpr(2.0**126)
 MIN_SCALE = tl.constexpr(2.0**-126)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
-INF = tl.constexpr(float("inf"))
+#: The largest finite value. (Infinity has no name in the sources that a compiler writes of these functions.)
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -68,13 +69,13 @@ def round_down_to_power_of_two(value):
 
 
 @triton.jit
-def compute_scale_of(amax, maximum, HEADROOM: tl.constexpr, LIMIT: tl.constexpr = MAX_SCALE):
+def compute_scale_of(amax, maximum, HEADROOM: tl.constexpr, LIMIT: tl.constexpr):
     """``formats.compute_scale`` but for its rounding; ``HEADROOM`` is ``2**-margin``, ``LIMIT`` is ``max_scale``."""
     scale = tl.div_rn(maximum, amax)
     if HEADROOM != 1.0:
         scale = scale * HEADROOM
     scale = tl.minimum(tl.maximum(scale, MIN_SCALE), LIMIT)
-    return tl.where((amax > 0.0) & (amax < INF), scale, 1.0)
+    return tl.where((amax > 0.0) & (amax <= LARGEST), scale, 1.0)
 
 
 @triton.jit
@@ -94,13 +95,23 @@ def compute_e8m0_decode_scale(amax, FMAX: tl.constexpr):
     ratio = tl.minimum(tl.maximum(ratio, MIN_SCALE), MAX_SCALE)
     floor = round_down_to_power_of_two(ratio)
     # Times zero: NaN, for an amax that is not finite.
-    return tl.where(amax < INF, tl.where(floor < ratio, floor * 2.0, floor), amax * 0.0)
+    return tl.where(amax <= LARGEST, tl.where(floor < ratio, floor * 2.0, floor), amax * 0.0)
 
 
 @triton.jit
 def reciprocal(scale):
     """``1 / scale``, correctly rounded."""
     return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def apart(scale, padded):
+    """``scale``, in a way that hides from the compiler that it is the same number; ``padded`` is positive.
+
+    Where both operands have one scale, their codes are equal, and the compiler makes them once. What it made of that
+    was wrong: seen with Triton 3.6 on Hopper, where parts of the transposed codes were zero.
+    """
+    return tl.where(padded > 0, scale, 0.0)
 
 
 @triton.jit

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from lightning_fp8.kernels.triton_common import (
-    INF,
+    LARGEST,
     MIN_SCALE,
     amax_bits,
+    apart,
     as_bits,
     bits_of,
     cast_tile,
@@ -53,8 +54,9 @@ def cast_stored(
 
     A scale that is unset must come from this tensor's own amax, which no program knows before all have finished. So all
     cast with scale 1, which is right for a tensor of zeros and for one that is not finite; the program that finishes
-    last takes the amax and, if it tells a scale, casts the whole tensor anew. That is slow, and happens once in the
-    life of a slot: it saves every other call a second launch. While the scale is unset its word counts the programs
+    last takes the amax and, if it tells a scale, casts the whole tensor anew. That is slow (one multiprocessor reads
+    the tensor twice and writes it once: some 10 ms for 64 Mi values), and happens once in the life of a slot: it saves
+    every other call a second launch. While the scale is unset its word counts the programs
     that have finished: as a float, such a count lies below all scales.
     """
     row_tiles = tl.cdiv(padded, R)
@@ -100,12 +102,12 @@ def cast_stored(
                 bits = tl.maximum(bits, amax_bits(magnitudes(a, b, c, d)))
                 tile += 1
             amax = float_of(bits)
-            telling = (amax > 0.0) & (amax < INF)
+            telling = (amax > 0.0) & (amax <= LARGEST)
             if telling:
                 if STRAIGHT:
                     scale = tl.where(unset, compute_scale(amax, RULE), scale)
                 if TRANSPOSED:
-                    scale_t = tl.where(unset_t, compute_scale(amax, RULE_T), scale_t)
+                    scale_t = apart(tl.where(unset_t, compute_scale(amax, RULE_T), scale_t), padded)
                 tile = tl.zeros((), tl.int32)
                 while tile < tiles:
                     row = tile // column_tiles * R
@@ -186,7 +188,7 @@ def _row_scale(row_amax, decode, row, padded, column_tile, J: tl.constexpr, RULE
 
 @triton.jit(do_not_specialize=["rows", "group", "count"])
 def cast_from_amaxes(
-    x, codes, codes_t, decode, decode_t, slot, amaxes, count, rows, columns, stride, padded, group,
+    x, codes, codes_t, decode, decode_t, slot, amaxes, rows, columns, stride, padded, group, count,
     STRAIGHT: tl.constexpr, RULE: tl.constexpr,
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     NOTE: tl.constexpr, COUNT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
@@ -223,7 +225,7 @@ def cast_from_amaxes(
         scale_c = _row_scale(row_amax, decode, row, padded, column_tile, 2, RULE, R)
         scale_d = _row_scale(row_amax, decode, row, padded, column_tile, 3, RULE, R)
     if TRANSPOSED == _TENSOR:
-        scale_t = compute_scale(amax, RULE_T)
+        scale_t = apart(compute_scale(amax, RULE_T), padded)
         if first:
             tl.store(decode_t, reciprocal(scale_t))
     if TRANSPOSED == _ROWS:
