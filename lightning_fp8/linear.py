@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8.ops import GemmLibrary, LinearCasts, scaled_linear, watched_linear
 from lightning_fp8.recipes import ROLES
@@ -25,24 +27,33 @@ class Float8State:
         index: this layer's row in its table.
         autocast_only: run in FP8 under autocast only (mixed precision): where autocast is switched off, the user asked
             for full precision.
-        gemm: what multiplies the codes, as in :class:`~lightning_fp8.ops.LinearCasts`.
+        gemm, recompute_weight_cast: as in :class:`~lightning_fp8.ops.LinearCasts`.
 
     Attributes:
         enabled: whether the layer runs in FP8; recovery switches a failing layer to high precision for a while.
         slots: the statistics of input, weight and grad_output, fp32 ``[4]`` each.
+        gathered_weight: where the weight arrives as FP8 codes, a slot with the scale they were cast with: casting
+            with it again restores the codes. The weight's amax is taken from its shards then, not here.
     """
 
     def __init__(
-        self, scaling: ScalingState, index: int, autocast_only: bool = False, gemm: GemmLibrary = "torch"
+        self,
+        scaling: ScalingState,
+        index: int,
+        autocast_only: bool = False,
+        gemm: GemmLibrary = "torch",
+        recompute_weight_cast: bool = False,
     ) -> None:
         self.scaling = scaling
         self.index = index
         self.autocast_only = autocast_only
         self.enabled = True
         recipe = scaling.recipe
-        self.training_casts = LinearCasts.of(recipe, stored=recipe.source != "data", gemm=gemm)
+        self.gathered_weight: Tensor | None = None
+        stored = recipe.source != "data"
+        self.training_casts = LinearCasts.of(recipe, stored, gemm, recompute_weight_cast)
         # Evaluation scales each tensor from its own data and records nothing.
-        self.evaluation_casts = LinearCasts.of(recipe, stored=False, gemm=gemm)
+        self.evaluation_casts = LinearCasts.of(recipe, False, gemm, recompute_weight_cast)
         self.link()
 
     @property
@@ -54,6 +65,18 @@ class Float8State:
     def name(self) -> str:
         """The layer's name in the table."""
         return self.scaling.table.names[self.index]
+
+    def shard_weight(self, gathered: Tensor | None = None) -> None:
+        """The whole weight exists during forward and backward only: keep no copy of it in between.
+
+        Args:
+            gathered: see :attr:`gathered_weight`.
+        """
+        self.gathered_weight = gathered
+        self.evaluation_casts = replace(self.evaluation_casts, recompute_weight_cast=True)
+        self.training_casts = replace(
+            self.training_casts, recompute_weight_cast=True, weight_scale_known=gathered is not None
+        )
 
     def follow(self, weight: Tensor) -> None:
         """Move to where ``weight`` is."""
@@ -98,21 +121,23 @@ class Float8Linear(nn.Linear):
         """
         fp8 = self.fp8
         device_type = input.device.type
-        fits = input.is_floating_point() and (input.is_nested or input.shape[-1:] == (self.in_features,))
+        weight, bias = self.local_parameters()
+        out_features, in_features = weight.shape
+        fits = input.is_floating_point() and (input.is_nested or input.shape[-1:] == (in_features,))
         if device_type == "meta" or not fits:
             # Only shapes are wanted, or the input is a mistake: torch's own error says which, and nothing is recorded.
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, weight, bias)
         autocast = torch.is_autocast_enabled(device_type)
         if not fp8.enabled or (fp8.autocast_only and not autocast):
             if self.training:
                 # Whoever watches the layers must not go blind where one leaves FP8.
-                return watched_linear(input, self.weight, self.bias, fp8.slots)
-            return F.linear(input, self.weight, self.bias)
+                return watched_linear(input, weight, bias, fp8.slots)
+            return F.linear(input, weight, bias)
         if input.is_nested:
             return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
-        y = self.multiply(input.reshape(-1, self.in_features), out_dtype)
-        return y.view(*input.shape[:-1], self.out_features)
+        y = self.multiply(input.reshape(-1, in_features), out_dtype)
+        return y.view(*input.shape[:-1], out_features)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """``x @ weight^T + bias`` in FP8: the part that each backend does with a library of its own.
@@ -126,8 +151,26 @@ class Float8Linear(nn.Linear):
         """
         fp8 = self.fp8
         casts, slots = (fp8.training_casts, fp8.slots) if self.training else (fp8.evaluation_casts, None)
-        y = scaled_linear(x, self.weight, casts, slots, out_dtype)
-        return y if self.bias is None else y + self.bias.to(out_dtype)
+        if slots is not None and fp8.gathered_weight is not None:
+            slots = (slots[0], fp8.gathered_weight, slots[2])
+        weight, bias = self.local_parameters()
+        y = scaled_linear(x, weight, casts, slots, out_dtype)
+        return y if bias is None else y + bias.to(out_dtype)
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank multiplies with; a tensor-parallel layer holds a part of each.
+
+        Raises:
+            RuntimeError: the weight is a DTensor, which FP8 GEMMs do not take.
+        """
+        if isinstance(self.weight, DTensor):
+            raise RuntimeError(
+                f"The weight of the FP8 layer {self.fp8.name!r} is a DTensor in forward. Sharded by fully_shard: call "
+                "the sharded module itself, so that its hooks gather the weight. Tensor-parallel: use the styles of "
+                "lightning_fp8.comm.tensor_parallel, after conversion; lightning_fp8.shard(module, mesh) or "
+                "self.trainer.precision_plugin.shard(self, mesh) does all of it in the right order."
+            )
+        return self.weight, self.bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)

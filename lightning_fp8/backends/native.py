@@ -24,6 +24,8 @@ class NativeBackend(Backend):
     Args:
         gemm: what multiplies the quantised operands: ``"torch"`` (cuBLASLt and CUTLASS, the faster one on an H200), or
             ``"fbgemm"`` for the products that FBGEMM's kernels take (torch's multiply the others).
+        recompute_weight_cast: cast weights again in backward instead of keeping their transposed FP8 copies from
+            forward, one byte a parameter. Same results, one more read of the weights. Sharded models always do.
 
     Raises:
         ValueError: another word.
@@ -31,10 +33,11 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def __init__(self, gemm: GemmLibrary = "torch") -> None:
+    def __init__(self, gemm: GemmLibrary = "torch", recompute_weight_cast: bool = False) -> None:
         if gemm not in get_args(GemmLibrary):
             raise ValueError(f"gemm must be one of {', '.join(map(repr, get_args(GemmLibrary)))}, got {gemm!r}.")
         self.gemm = gemm
+        self.recompute_weight_cast = recompute_weight_cast
 
     def support_on(self, recipe: Recipe, hardware: Hardware) -> Support:
         if self.gemm == "fbgemm" and (against := fbgemm.why_not(recipe, hardware)) is not None:
@@ -47,4 +50,4 @@ class NativeBackend(Backend):
         return fbgemm.why_not_installed() if self.gemm == "fbgemm" else None
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
-        return Float8State(scaling, index, autocast_only, self.gemm)
+        return Float8State(scaling, index, autocast_only, self.gemm, self.recompute_weight_cast)
