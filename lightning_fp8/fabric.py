@@ -13,7 +13,7 @@ from torch.optim import LBFGS
 
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
-from lightning_fp8.model import Conversion
+from lightning_fp8.model import Conversion, conversions, use_saved_layers
 from lightning_fp8.policy import Precision
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection
@@ -38,8 +38,9 @@ class FP8Precision(LightningPrecision):
         precision: Precision = "bf16-mixed",
         loss_scale: LossScale | None = None,
         layers: LayerSelection | Literal["auto"] = "auto",
+        tokens: int | None = None,
     ) -> None:
-        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers)
+        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers, tokens)
         self.precision = precision
         # Fabric tells neither which module runs nor when one is given up: all that are alive, in the order of setup.
         self._modules: weakref.WeakKeyDictionary[nn.Module, list[Conversion]] = weakref.WeakKeyDictionary()
@@ -67,7 +68,7 @@ class FP8Precision(LightningPrecision):
     @property
     def conversions(self) -> list[Conversion]:
         """The conversions of all modules that are set up, in the order of their setup."""
-        return [conversion for conversions in self._modules.values() for conversion in conversions]
+        return [conversion for parts in self._modules.values() for conversion in parts]
 
     def summary(self) -> str:
         """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
@@ -91,9 +92,9 @@ class FP8Precision(LightningPrecision):
         That is in training mode only: evaluation moves nothing.
         """
         if torch.is_grad_enabled():
-            for module, conversions in self._modules.items():
+            for module, parts in self._modules.items():
                 if module.training:
-                    for conversion in conversions:
+                    for conversion in parts:
                         conversion.step()
         stack = ExitStack()
         parameter = next((p for module in self._modules for p in module.parameters()), None)
@@ -129,7 +130,7 @@ class FP8Precision(LightningPrecision):
         scaler = self.settings.loss_scaler
         output = super().optimizer_step(optimizer, **kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
         for conversion in self._trained_by(optimizer):
-            conversion.step_pending = True
+            conversion.optimizer_stepped()
         return output
 
     def _trained_by(self, optimizer: Any) -> list[Conversion]:
@@ -160,13 +161,16 @@ class FP8Precision(LightningPrecision):
             ValueError: the number of converted modules differs.
         """
         saved = state_dict["conversions"]
-        conversions = self.conversions
-        if len(saved) != len(conversions):
+        if len(saved) != (here := len(self.conversions)):
             raise ValueError(
-                f"The state is of {len(saved)} converted modules, {len(conversions)} are set up: call "
+                f"The state is of {len(saved)} converted modules, {here} are set up: call "
                 "fabric.setup(model) before loading the precision's state."
             )
-        for conversion, state in zip(conversions, saved, strict=True):
-            conversion.load_state_dict(state)
+        for module, parts in self._modules.items():
+            states, saved = saved[: len(parts)], saved[len(parts) :]
+            use_saved_layers(module, states)
+            self._modules[module] = conversions(module)
+            for conversion, state in zip(self._modules[module], states, strict=True):
+                conversion.load_state_dict(state)
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.load_state_dict(state_dict["loss_scaler"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.backends import Backend, Runtime, Support, check_support, get_backend
+from lightning_fp8.backends import Backend, Choice, Runtime, Support, resolve_backend
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
-from lightning_fp8.selection import Decision, LayerSelection, linear_layers
+from lightning_fp8.selection import LayerSelection, linear_layers
+from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,14 @@ class Conversion:
     Attributes:
         recipe: what is cast to what.
         backend: what multiplies.
+        backend_reason: why this backend, for people to read.
         layers: the selection asked for.
-        support: how the backend runs the recipe here.
+        tokens: the hint for ``layers="auto"``.
+        device: where the model was said to run, or is.
+        support: how the backend runs the recipe there.
         decisions: one for each linear layer.
+        origin: what ``layers="auto"`` rests on, for people to read.
+        saved: the layers of the checkpoint, where the choice is a checkpoint's.
         runtime: the converted layers.
         autocast_only: whether layers run in FP8 under autocast only.
         step_pending: an optimizer step has completed since the scales last moved.
@@ -41,18 +47,22 @@ class Conversion:
     def __init__(
         self,
         recipe: Recipe,
-        backend: Backend,
+        choice: Choice,
         layers: LayerSelection | Literal["auto"],
+        tokens: int | None,
+        device: torch.device,
         support: Support,
-        decisions: list[Decision],
+        chosen: Chosen,
         runtime: Runtime,
         autocast_only: bool,
     ) -> None:
         self.recipe = recipe
-        self.backend = backend
+        self.backend, self.backend_reason = choice
         self.layers = layers
+        self.tokens = tokens
+        self.device = device
         self.support = support
-        self.decisions = decisions
+        self.decisions, self.origin, self.saved = chosen
         self.runtime = runtime
         self.autocast_only = autocast_only
         self.step_pending = False
@@ -63,11 +73,19 @@ class Conversion:
         return [decision.name for decision in self.decisions if decision.converted]
 
     def same_settings(
-        self, recipe: Recipe, backend: Backend, layers: LayerSelection | Literal["auto"], autocast_only: bool
+        self,
+        recipe: Recipe,
+        backend: Backend,
+        layers: LayerSelection | Literal["auto"],
+        tokens: int | None,
+        autocast_only: bool,
+        chosen: Sequence[str] | None,
     ) -> bool:
         """Whether converting anew with these settings would change nothing."""
-        mine = (self.recipe, self.backend, self.layers, self.autocast_only)
-        return mine == (recipe, backend, layers, autocast_only)
+        mine = (self.recipe, self.backend, self.layers, self.tokens, self.autocast_only)
+        if mine != (recipe, backend, layers, tokens, autocast_only):
+            return False
+        return layers != "auto" or chosen is None or set(chosen) in (set(self.converted), self.saved)
 
     def describes(self, model: nn.Module) -> bool:
         """Whether ``model`` still has the layers that were decided on: none came, went or was replaced."""
@@ -75,6 +93,11 @@ class Conversion:
         return list(layers) == [d.name for d in self.decisions] and all(
             "fp8" in vars(layers[n]) for n in self.converted
         )
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer step has completed: the weights are others, and scales move as the next training step begins."""
+        self.step_pending = True
+        self.runtime.weights_changed()
 
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         """Move the scales if an optimizer step has completed; called as a training step begins."""
@@ -85,21 +108,13 @@ class Conversion:
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors: enough to resume bit for bit."""
         return {
-            "backend": self.backend.name,
             "layers": self.converted,
             "step_pending": self.step_pending,
             "runtime": self.runtime.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, if it is of the same backend and recipe; else warn and take the scales from the data."""
-        if state["backend"] != self.backend.name:
-            warnings.warn(
-                f"The checkpoint's FP8 state is the {state['backend']} backend's, this run uses {self.backend.name}: "
-                "scales start from the data. Weights and optimizer are not concerned.",
-                stacklevel=2,
-            )
-            return
+        """Load a state, whatever backend it comes from; one of another recipe is warned of, and left alone."""
         try:
             missing = self.runtime.load_state_dict(state["runtime"])
         except ValueError as error:
@@ -123,9 +138,10 @@ class Conversion:
         lines = [f"{name:<{widths[0]}}  {where:<{widths[1]}}  {why}" for name, where, why in rows]
         head = (
             f"FP8: {len(self.converted)} of {len(self.decisions)} linear layers, {self.recipe!r}, "
-            f"{self.backend.name} backend, {self.support.kind} ({self.support.reason})"
+            f"{self.backend.name} backend ({self.backend_reason}), {self.support.kind} ({self.support.reason})"
         )
-        return "\n".join([head, *lines])
+        origin = [f"Layers: {self.origin}"] if self.origin else []
+        return "\n".join([head, *origin, *lines])
 
 
 def convert_model(
@@ -134,8 +150,10 @@ def convert_model(
     *,
     backend: Backend | str = "auto",
     layers: LayerSelection | Literal["auto"] = "auto",
+    tokens: int | None = None,
     autocast_only: bool = False,
     device: torch.device | str | None = None,
+    chosen: Sequence[str] | None = None,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` to FP8, in place.
 
@@ -145,9 +163,14 @@ def convert_model(
         model: any module; it may be on the meta device, and may itself be the linear layer.
         recipe: a name, a mapping with ``name`` and settings, or a recipe.
         backend: ``"auto"``, a name, or a backend with its options.
-        layers: ``"auto"`` or a selection.
+        layers: a selection, or ``"auto"``: on GPUs with FP8 tensor cores the layers that FP8 makes faster, elsewhere
+            every eligible layer. Rank 0 chooses for all ranks, so every rank must call.
+        tokens: for ``"auto"``: rows of the layers' inputs in one forward on one device; by default 8192.
         autocast_only: FP8 under ``torch.autocast`` only, for mixed precision.
-        device: where the model will run; by default where it is.
+        device: where the model will run; by default where it is. A model on the meta device is taken to run on the
+            current GPU, if there is one.
+        chosen: names of the layers that ``"auto"`` chose before (:attr:`Conversion.converted`): they are taken, and
+            nothing is chosen anew.
 
     Returns:
         ``model`` itself.
@@ -156,27 +179,61 @@ def convert_model(
         ValueError: an unknown name or setting, a recipe that the backend cannot run on the device, a pattern that
             matches nothing, or weights that are already sharded. Nothing is changed then.
     """
-    recipe, backend, selection = get_recipe(recipe), get_backend(backend), _checked_selection(layers)
+    check_tokens(tokens)
+    recipe, selection = get_recipe(recipe), _checked_selection(layers)
+    where = torch.device(device) if device is not None else _device_of(model)
+    choice = resolve_backend(backend, recipe, where)
     existing = conversions(model)
     current: Any = model.__dict__.get(_ATTRIBUTE)
     alone = isinstance(current, Conversion) and existing == [current] and current.describes(model)
-    if alone and current.same_settings(recipe, backend, layers, autocast_only):
+    if alone and current.same_settings(recipe, choice.backend, layers, tokens, autocast_only, chosen):
         return model
-    support = check_support(backend, recipe, torch.device(device) if device is not None else _device_of(model))
     selection.check(model)
     with all_or_nothing(model):
         if existing:
             log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
             revert_model(model)
-        decisions = selection.decide(model, recipe)
-        names = [decision.name for decision in decisions if decision.converted]
-        _check_weights(model, names)
+        support = choice.backend.support(recipe, where)
+        verdict = Chosen(selection.decide(model, recipe), "")
+        if layers == "auto" and chosen is not None:
+            verdict = choose_saved(verdict.decisions, chosen)
+        elif layers == "auto":
+            verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, support, where, tokens)
+        names = [decision.name for decision in verdict.decisions if decision.converted]
+        # Layers that were converted before sharding may be converted anew: their parameters stay where they are.
+        _check_weights(model, names, sharded=bool(existing))
         if not names:
-            reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in decisions[:5]) or "it has no nn.Linear"
+            first = verdict.decisions[:5]
+            reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
             warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
-        runtime = backend.convert(model, names, recipe, autocast_only)
-        setattr(model, _ATTRIBUTE, Conversion(recipe, backend, layers, support, decisions, runtime, autocast_only))
+        runtime = choice.backend.convert(model, names, recipe, autocast_only)
+        conversion = Conversion(recipe, choice, layers, tokens, where, support, verdict, runtime, autocast_only)
+        setattr(model, _ATTRIBUTE, conversion)
     return model
+
+
+def use_saved_layers(model: nn.Module, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Where ``layers="auto"`` chose otherwise than in a checkpoint, convert anew with the checkpoint's layers.
+
+    Args:
+        model: a model that was converted, or that holds such modules.
+        saved: ``state_dict()`` of each of its conversions; another number of states changes nothing.
+    """
+    modules = [module for module in model.modules() if _ATTRIBUTE in module.__dict__]
+    if len(modules) != len(saved):
+        return
+    for module, state in zip(modules, saved, strict=True):
+        conversion: Conversion = module.__dict__[_ATTRIBUTE]
+        if conversion.layers == "auto":
+            convert_model(
+                module,
+                conversion.recipe,
+                backend=conversion.backend,
+                tokens=conversion.tokens,
+                autocast_only=conversion.autocast_only,
+                device=conversion.device,
+                chosen=state["layers"],
+            )
 
 
 def revert_model(model: nn.Module) -> nn.Module:
@@ -208,8 +265,18 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     if not found:
         raise ValueError("No module in this model was converted to FP8: call lightning_fp8.convert_model(model) first.")
     for conversion in found:
-        conversion.step_pending = True
+        conversion.optimizer_stepped()
         conversion.step(group)
+
+
+def check_tokens(tokens: int | None) -> None:
+    """Look at the hint for ``layers="auto"``.
+
+    Raises:
+        ValueError: it is no positive integer.
+    """
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ValueError(f"tokens must be a positive integer or None, got {tokens!r}.")
 
 
 def _checked_selection(layers: LayerSelection | str) -> LayerSelection:
@@ -222,15 +289,19 @@ def _checked_selection(layers: LayerSelection | str) -> LayerSelection:
 
 def _device_of(model: nn.Module) -> torch.device:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_weights(model: nn.Module, names: list[str]) -> None:
-    """Look at the weights before they are used: sharded ones are refused, non-finite ones warned of."""
+def _check_weights(model: nn.Module, names: list[str], sharded: bool) -> None:
+    """Look at the weights before they are used: non-finite ones are warned of, sharded ones refused if not allowed."""
     layers = linear_layers(model)
     for name in names:
         weight = layers[name].weight
         if isinstance(weight, DTensor):
+            if sharded:
+                continue
             raise ValueError(
                 f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model, with "
                 "self.trainer.precision_plugin.convert(self)."

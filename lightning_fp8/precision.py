@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
-from lightning_fp8.model import Conversion
+from lightning_fp8.model import Conversion, conversions, use_saved_layers
 from lightning_fp8.policy import Precision
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.rng import gather_rng_states, restore_own_rng_state
@@ -48,10 +48,12 @@ class TrainerPrecision:
         precision: Precision = "bf16-mixed",
         loss_scale: LossScale | None = None,
         layers: LayerSelection | Literal["auto"] = "auto",
+        tokens: int | None = None,
     ) -> None:
         super().__init__()
-        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers)
+        self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers, tokens)
         self.precision = precision
+        self._module: nn.Module | None = None
         self._conversions: list[Conversion] = []
         self._device = torch.device("cpu")
         self._manual_optimization = False
@@ -72,7 +74,9 @@ class TrainerPrecision:
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Convert ``module`` in place, for use inside ``configure_model``; the recipe is written once, here."""
-        self._conversions = self.settings.convert(module)
+        trainer = getattr(module, "_trainer", None)
+        self._module = module
+        self._conversions = self.settings.convert(module, trainer.strategy.root_device if trainer is not None else None)
         return module
 
     def summary(self) -> str:
@@ -104,7 +108,10 @@ class TrainerPrecision:
                 raise ValueError(f"FP8Precision cannot run under {cls.__name__}: {_REFUSED_STRATEGIES[cls.__name__]}")
         self._device = trainer.strategy.root_device
         self._manual_optimization = not trainer.lightning_module.automatic_optimization
-        self._conversions = self.settings.convert(module, self._device)
+        # Most strategies have loaded the checkpoint by now; the others' choice is put right in on_load_checkpoint.
+        saved = trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get("conversions", ())
+        self._module = module
+        self._conversions = self.settings.convert(module, self._device, saved)
         log.info(self.summary())
         return module
 
@@ -175,7 +182,7 @@ class TrainerPrecision:
                 return result
             result = scaler.step(optimizer, **kwargs)
         for conversion in self._conversions:
-            conversion.step_pending = True
+            conversion.optimizer_stepped()
         return result
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -204,6 +211,9 @@ class TrainerPrecision:
         if state is None:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
             return
+        if self._module is not None:
+            use_saved_layers(self._module, state["conversions"])
+            self._conversions = conversions(self._module)
         if len(state["conversions"]) != len(self._conversions):
             warnings.warn(
                 f"The checkpoint holds the FP8 state of {len(state['conversions'])} converted modules, this model has "
@@ -233,7 +243,9 @@ class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]
             ``"16-mixed"``.
         loss_scale: ``"dynamic"`` or a constant factor on the loss, undone before the step; ``None`` is dynamic under
             ``"16-mixed"`` and none elsewhere.
-        layers: ``"auto"`` or a :class:`LayerSelection`.
+        layers: a :class:`LayerSelection`, or ``"auto"``: on GPUs with FP8 tensor cores the layers that FP8 makes
+            faster, elsewhere every eligible layer. A checkpoint keeps the choice, and a resumed run uses it again.
+        tokens: for ``"auto"``: tokens in one batch on one device; by default 8192.
 
     Raises:
         ValueError: a setting is unknown or out of range, or the recipe cannot run here.

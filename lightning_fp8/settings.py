@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lightning_fp8.backends import Backend, check_support, get_backend
+from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
-from lightning_fp8.model import Conversion, conversions, convert_model
+from lightning_fp8.model import Conversion, check_tokens, conversions, convert_model, use_saved_layers
 from lightning_fp8.policy import Precision, PrecisionPolicy
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection
@@ -24,6 +25,7 @@ class FP8Settings:
         precision: the rest of the model: ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
         loss_scale: ``"dynamic"``, a constant, or ``None``; ``"16-mixed"`` is dynamic by default.
         layers: ``"auto"`` or a selection.
+        tokens: the hint for ``"auto"``.
 
     Raises:
         ValueError: a setting is unknown or out of range.
@@ -36,25 +38,31 @@ class FP8Settings:
         precision: Precision,
         loss_scale: LossScale | None,
         layers: LayerSelection | Literal["auto"],
+        tokens: int | None,
     ) -> None:
         self.recipe = get_recipe(recipe)
-        self.backend = get_backend(backend)
+        self.backend = backend if backend == "auto" else get_backend(backend)
         self.policy = PrecisionPolicy(precision)
         if loss_scale is None and precision == "16-mixed":
             loss_scale = "dynamic"
         self.loss_scaler = LossScaler(loss_scale) if loss_scale is not None else None
         if not isinstance(layers, LayerSelection) and layers != "auto":
             raise ValueError(f"layers must be 'auto' or a LayerSelection, got {layers!r}.")
+        check_tokens(tokens)
         self.layers = layers
+        self.tokens = tokens
         # Whatever runs nowhere is refused here, not at the first step; a device is only known later.
-        check_support(self.backend, self.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        resolve_backend(self.backend, self.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def convert(self, module: nn.Module, device: torch.device | None = None) -> list[Conversion]:
+    def convert(
+        self, module: nn.Module, device: torch.device | None = None, saved: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Conversion]:
         """Give ``module`` its dtype and convert it, in place; where parts were converted by hand, they are kept.
 
         Args:
             module: the model.
             device: where it will run; by default where it is.
+            saved: the states of its conversions in a checkpoint: ``"auto"`` takes their layers and chooses none anew.
         """
         parts = conversions(module)
         by_hand = parts and parts[0] is not module.__dict__.get("_lightning_fp8")
@@ -67,7 +75,10 @@ class FP8Settings:
                 self.recipe,
                 backend=self.backend,
                 layers=self.layers,
+                tokens=self.tokens,
                 autocast_only=self.policy.mixed,
                 device=device,
+                chosen=saved[0]["layers"] if len(saved) == 1 else None,
             )
+        use_saved_layers(module, saved)
         return conversions(module)

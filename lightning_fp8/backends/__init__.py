@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.backends.native import NativeBackend
-from lightning_fp8.backends.registry import BACKEND_NAMES, check_support, choose_backend, get_backend
+from lightning_fp8.backends.registry import (
+    BACKEND_NAMES,
+    Choice,
+    check_support,
+    choose_backend,
+    get_backend,
+    resolve_backend,
+)
 from lightning_fp8.backends.torchao import TorchaoBackend
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
 
 __all__ = [
     "BACKEND_NAMES",
     "Backend",
+    "Choice",
     "NativeBackend",
     "Runtime",
     "Support",
@@ -19,4 +27,5 @@ __all__ = [
     "check_support",
     "choose_backend",
     "get_backend",
+    "resolve_backend",
 ]

@@ -31,14 +31,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def get_backend(backend: Backend | str, recipe: Recipe | None = None, device: torch.device | None = None) -> Backend:
-    """A backend from its name, or itself.
-
-    Args:
-        backend: a name or a backend; ``"auto"`` is what :func:`choose_backend` chooses, and the native one while
-            recipe and device are unknown.
-        recipe: what will run.
-        device: where it will run.
+def get_backend(backend: Backend | str) -> Backend:
+    """A backend from its name, or itself; ``"auto"`` is the native one as long as recipe and device are unknown.
 
     Raises:
         ValueError: the name is unknown.
@@ -50,9 +44,19 @@ def get_backend(backend: Backend | str, recipe: Recipe | None = None, device: to
         raise TypeError(f"A backend is a name or a Backend object, got {type(backend).__name__}.")
     if backend not in BACKEND_NAMES:
         raise ValueError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKEND_NAMES)}.")
-    if backend == "auto":
-        return NativeBackend() if recipe is None or device is None else choose_backend(recipe, device).backend
-    return _CLASSES[backend]()
+    return NativeBackend() if backend == "auto" else _CLASSES[backend]()
+
+
+def resolve_backend(backend: Backend | str, recipe: Recipe, device: torch.device) -> Choice:
+    """The backend that runs ``recipe`` on ``device``: the one asked for, or for ``"auto"`` the one chosen.
+
+    Raises:
+        ValueError: the name is unknown, or the backend asked for cannot run the recipe there.
+        TypeError: ``backend`` is neither a name nor a backend.
+    """
+    choice = choose_backend(recipe, device) if backend == "auto" else Choice(get_backend(backend), "as asked for")
+    check_support(choice.backend, recipe, device)
+    return choice
 
 
 def choose_backend(recipe: Recipe, device: torch.device) -> Choice:

@@ -17,6 +17,7 @@ from lightning_fp8.backends import (
     TransformerEngineBackend,
     choose_backend,
     get_backend,
+    resolve_backend,
 )
 from lightning_fp8.backends.registry import choose
 from lightning_fp8.kernels import fbgemm
@@ -57,7 +58,7 @@ def test_auto_prefers_a_library_over_emulation() -> None:
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_auto_on_the_cpu(recipe: str) -> None:
     assert choose_backend(get_recipe(recipe), CPU).backend == NativeBackend()
-    assert get_backend("auto", get_recipe(recipe), CPU) == get_backend("auto") == NativeBackend()
+    assert resolve_backend("auto", get_recipe(recipe), CPU).backend == get_backend("auto") == NativeBackend()
 
 
 # --- mistakes are told when settings are given

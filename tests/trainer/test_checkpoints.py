@@ -28,7 +28,6 @@ from trainer_models import (
 )
 
 from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection
-from lightning_fp8.backends import Runtime
 from lightning_fp8.backends.native import NativeBackend
 from lightning_fp8.precision import CHECKPOINT_KEY
 
@@ -329,13 +328,12 @@ class OtherBackend(NativeBackend):
     name = "other"
 
 
-def test_another_backend_is_warned_of(saved: Path) -> None:
+def test_another_backend_goes_on_with_the_scales(saved: Path) -> None:
     model = Net()
-    with pytest.warns(UserWarning, match=r"native backend's, this run uses other.*not concerned") as caught:
-        trainer = fit_from(model, plugin(backend=OtherBackend()), saved)
-    assert any("backend" in str(w.message) for w in caught)
-    assert isinstance(trainer.precision_plugin.conversions[0].runtime, Runtime)
-    assert len(model.losses) == 2 and model.losses[-1].isfinite()
+    trainer = fit_from(model, plugin(backend=OtherBackend()), saved)
+    assert trainer.precision_plugin.conversions[0].backend.name == "other"
+    same = fit_from(Net(), plugin(), saved)
+    assert torch.equal(fp8_state(trainer)["runtime"]["history"], fp8_state(same)["runtime"]["history"])
 
 
 def test_a_layer_that_joins_is_warned_of(tmp_path: Path) -> None:
