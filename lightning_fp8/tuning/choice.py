@@ -30,10 +30,12 @@ class Chosen(NamedTuple):
     Attributes:
         decisions: one for each linear layer.
         origin: what the choice rests on, for people to read.
+        saved: the layers of a checkpoint, where the choice is a checkpoint's: not all of them may be eligible here.
     """
 
     decisions: list[Decision]
     origin: str
+    saved: set[str] | None = None
 
 
 class Source(NamedTuple):
@@ -101,7 +103,7 @@ def choose_saved(decisions: list[Decision], saved: Sequence[str]) -> Chosen:
             return replace(decision, reason=f"{decision.reason}, as in the checkpoint")
         return replace(decision, converted=False, reason="not chosen, as in the checkpoint")
 
-    return Chosen([judge(decision) for decision in decisions], "the checkpoint's choice")
+    return Chosen([judge(decision) for decision in decisions], "the checkpoint's choice", set(saved))
 
 
 def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tokens: int) -> list[Decision]:
@@ -152,7 +154,7 @@ def times_on(gpu: str, recipe: Recipe, backend: Backend) -> Source:
     times = MeasuredTimes(
         gpu,
         torch.__version__,
-        lambda variant, *where: measure_layer(*where, recipe_of(variant), backend),
+        lambda variant, tokens, i, o: measure_layer(tokens, i, o, recipe_of(variant), backend),
         lambda variant: measure_host(recipe_of(variant), backend),
     )
     return Source(times, f"{backend!r} {recipe!r}", f"measurements on this machine, kept in {times.path}")
