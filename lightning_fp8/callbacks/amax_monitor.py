@@ -47,7 +47,8 @@ class AmaxMonitor(LayerCallback):
         start_step: first optimizer step that is looked at.
         end_step: the step before which looking ends; ``None``: never.
         per_layer: log a scalar for every layer and role, not just the extremes.
-        pictures: TensorBoard's histograms and heat maps.
+        picture_every: readings between TensorBoard's histograms and heat maps, which are drawn at the end too;
+            ``None``: no pictures.
         history: readings kept in memory and in the checkpoint for the heat map, thinned as the run grows.
 
     Raises:
@@ -65,7 +66,7 @@ class AmaxMonitor(LayerCallback):
         start_step: int = 0,
         end_step: int | None = None,
         per_layer: bool = True,
-        pictures: bool = True,
+        picture_every: int | None = 10,
         history: int = 256,
     ) -> None:
         super().__init__()
@@ -80,6 +81,8 @@ class AmaxMonitor(LayerCallback):
             )
         if what_if and statistics_every_n_steps is None:
             raise ValueError("what_if needs steps in which to look: set statistics_every_n_steps.")
+        if picture_every is not None and picture_every < 1:
+            raise ValueError(f"picture_every is {picture_every}: give at least 1, or None for no pictures.")
         if history < 2:
             raise ValueError(f"history is {history}: keep at least 2 readings.")
         self.every_n_steps = every_n_steps
@@ -88,7 +91,7 @@ class AmaxMonitor(LayerCallback):
         self.what_if = [get_recipe(recipe) for recipe in what_if]
         self.sample_rows = sample_rows
         self.start_step, self.end_step = start_step, end_step
-        self.per_layer, self.pictures = per_layer, pictures
+        self.per_layer, self.picture_every = per_layer, picture_every
         self.history_capacity = history
         self.history: ThinnedHistory | None = None
         self.last: dict[str, float] = {}
@@ -96,6 +99,8 @@ class AmaxMonitor(LayerCallback):
         self._rows: list[int] = []
         self._statistics: OperandStatistics | None = None
         self._statistics_of: int | None = None
+        self._readings = 0
+        self._undrawn: tuple[Readout, int] | None = None
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)
@@ -103,7 +108,7 @@ class AmaxMonitor(LayerCallback):
         shape = (len(self._rows), len(ROLES), 2)
         if self.history is None or self.history.shape != shape:
             self.history = ThinnedHistory(shape, capacity_for(shape, self.history_capacity))
-        self._statistics_of = None
+        self._statistics_of, self._readings, self._undrawn = None, 0, None
         if self.statistics_every_n_steps is not None:
             self._statistics = OperandStatistics(telemetry, self._rows, self.what_if, self.sample_rows)
 
@@ -163,8 +168,22 @@ class AmaxMonitor(LayerCallback):
         self.last = scalars
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=when.log_step)
-            if self.pictures and isinstance(logger, TensorBoardLogger):
-                self._draw(logger.experiment, readout, when.log_step)
+        self._undrawn = (readout, when.log_step)
+        if self.picture_every is not None and self._readings % self.picture_every == 0:
+            self._draw_all(trainer)
+        self._readings += 1
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._draw_all(trainer)
+
+    def _draw_all(self, trainer: pl.Trainer) -> None:
+        if self._undrawn is None or self.picture_every is None:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                self._draw(logger.experiment, *self._undrawn)
+        self._undrawn = None
 
     def _draw(self, writer: Any, readout: Readout, step: int) -> None:
         entry = history_entry(readout)

@@ -166,6 +166,7 @@ def test_csv_and_tensorboard(tmp_path: Path) -> None:
     assert {s.step for s in events.Scalars("fp8/head/input/amax")} == set(range(5))
     for role in ROLES:
         assert {f"fp8/{role}/headroom", f"fp8/{role}/amax_log2"} <= set(tags["histograms"]) & set(tags["images"])
+    assert [image.step for image in events.Images("fp8/input/headroom")] == [0, 4]
     picture = events.Images("fp8/input/headroom")[-1]
     assert (picture.height, picture.width) == (4 * 8, 5 * 8)
 
@@ -201,6 +202,7 @@ def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
         ({"what_if": ["rowwise"]}, "statistics_every_n_steps"),
         ({"statistics_every_n_steps": 1, "what_if": ["nonsense"]}, "nonsense"),
         ({"history": 1}, "history"),
+        ({"picture_every": 0}, "picture_every"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:

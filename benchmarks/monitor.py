@@ -1,0 +1,215 @@
+"""What the monitors cost: the same training with and without them, in turns, in one process.
+
+    python benchmarks/monitor.py                      # 8B-sized blocks on a GPU, a tiny decoder on a CPU
+    python benchmarks/monitor.py --sync-debug         # also: no step may wait for the device
+    python benchmarks/monitor.py --recipe none        # everything in bf16: all layers are watched
+
+Each round times every variant once, so that drifts of the machine meet all of them; the overhead is the median over the
+rounds of the ratio to the plain run of the same round. The extra statistics are run every 10 steps to be seen above the
+noise; their row says what they come to at every 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_fp8 import FP8Precision, LayerSelection
+from lightning_fp8.callbacks import AmaxMonitor, FP8HealthMonitor, FP8Report
+from lightning_fp8.tuning.decoder import SHAPES as GPU_SHAPES
+from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
+
+#: Small enough for a CPU that emulates FP8.
+SHAPES = {**GPU_SHAPES, "cpu": DecoderShape(64, 256, 2, 2, 64, 4, 2, 512)}
+#: Steps that are not timed: compilation, allocation, the first scales.
+WARM_UP = 4
+EVERY = 10
+
+
+class Task(pl.LightningModule):
+    """A decoder whose blocks are compiled, as people train it."""
+
+    def __init__(self, shape: DecoderShape, compiled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.decoder = Decoder(shape)
+        self.compiled = compiled
+
+    def compile_blocks(self) -> None:
+        """After conversion, before the first step."""
+        if self.compiled:
+            for block in self.decoder.blocks:
+                block.compile(fullgraph=True)
+            self.compiled = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self.decoder(tokens).flatten(0, 1).float(), following.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class Batches:
+    """The same batch, on its device already, ``count`` times."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor], count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([self.batch] * self.count)
+
+
+class Clock(pl.Callback):
+    """Times the steps after the warm-up; may forbid them to wait for the device."""
+
+    def __init__(self, sync_debug: bool) -> None:
+        self.sync_debug = sync_debug
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Task)
+        pl_module.compile_blocks()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == WARM_UP:
+            _synchronize()
+            self._began = time.perf_counter()
+            if self.sync_debug:
+                torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == trainer.max_steps:
+            self._allow()
+            _synchronize()
+            self.seconds = time.perf_counter() - self._began
+
+    def on_exception(self, *args: Any) -> None:
+        self._allow()
+
+    def _allow(self) -> None:
+        if self.sync_debug:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+VARIANTS: dict[str, Callable[[Path], list[pl.Callback]]] = {
+    "plain": lambda _: [],
+    "health every step": lambda _: [FP8HealthMonitor("log", progress_bar=False)],
+    "amax every step": lambda _: [AmaxMonitor(1)],
+    "report": lambda folder: [FP8Report(folder / "report.html")],
+    f"statistics every {EVERY}": lambda _: [AmaxMonitor(EVERY, statistics_every_n_steps=EVERY)],
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b" if cuda else "cpu", choices=list(SHAPES))
+    parser.add_argument("--recipe", default="delayed", help="or none, for bf16")
+    parser.add_argument("--precision", default="bf16-true", choices=("bf16-true", "bf16-mixed"))
+    parser.add_argument("--steps", type=int, default=24 if cuda else 14)
+    parser.add_argument("--rounds", type=int, default=5 if cuda else 2)
+    parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
+    parser.add_argument("--sync-debug", action="store_true", help="let a synchronisation in a timed step be an error")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    if args.sync_debug and not cuda:
+        parser.error("--sync-debug needs a GPU")
+    if (args.steps - WARM_UP) % EVERY:
+        parser.error(f"--steps must be {WARM_UP} more than a multiple of {EVERY}")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    shape = SHAPES[args.shape]
+    task = Task(shape, compiled=cuda and not args.eager)
+    device = torch.device("cuda" if cuda else "cpu")
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else 'CPU'}, {args.shape}: {shape}")
+    with tempfile.TemporaryDirectory() as folder:
+        run(task, shape, device, args, [], folder)  # Compiles.
+        for _ in range(args.rounds):
+            for name, make in VARIANTS.items():
+                times[name].append(run(task, shape, device, args, make(Path(folder)), folder))
+    rows = table(times, args.steps - WARM_UP)
+    if args.out:
+        args.out.write_text(json.dumps({"torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1))
+
+
+def run(
+    task: Task, shape: DecoderShape, device: torch.device, args: Any, callbacks: list[pl.Callback], folder: str
+) -> float:
+    """Seconds that the timed steps of one fit take."""
+    clock = Clock(args.sync_debug)
+    precision: dict[str, Any] = {"precision": args.precision}
+    if args.recipe != "none":
+        plugin = FP8Precision(args.recipe, precision=args.precision, layers=LayerSelection())
+        precision = {"plugins": [plugin]}
+    trainer = pl.Trainer(
+        accelerator=device.type,
+        devices=1,
+        max_steps=args.steps,
+        callbacks=[clock, *callbacks] if args.sync_debug else [*callbacks, clock],
+        logger=TensorBoardLogger(folder, version=str(time.time_ns())),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **precision,
+    )
+    trainer.fit(task, Batches(random_tokens(shape, device), args.steps))
+    return clock.seconds
+
+
+def table(times: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:
+    """Print the overheads, and return the rows."""
+    rows = []
+    print(f"{'variant':<22} {'ms a step':>10} {'overhead':>9}   [least, most]")
+    for name, seconds in times.items():
+        ratios = [100 * (mine / plain - 1) for mine, plain in zip(seconds, times["plain"], strict=True)]
+        row: dict[str, Any] = {
+            "variant": name,
+            "milliseconds": 1000 * statistics.median(seconds) / steps,
+            "overhead_percent": statistics.median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
+        rows.append(row)
+        if name.startswith("statistics"):
+            amortised = {key: ratio * EVERY / 100 for key, ratio in row.items() if isinstance(ratio, float)}
+            plain_ms = 1000 * statistics.median(times["plain"]) / steps
+            amortised["milliseconds"] = plain_ms * (1 + amortised["overhead_percent"] / 100)
+            rows.append({"variant": "  at every 100", **amortised})
+    for row in rows:
+        print(
+            f"{row['variant']:<22} {row['milliseconds']:>10.2f} {row['overhead_percent']:>8.2f}%   "
+            f"[{row['least']:.2f}, {row['most']:.2f}]"
+        )
+    return rows
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
