@@ -42,8 +42,9 @@ class Deep(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
-        optimizer = torch.optim.AdamW(self.parameters(), 2e-2, fused=self.optimizer == "adamw-fused")
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), 0.4, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), 2e-2, fused=self.optimizer == "adamw-fused")
         # Flat at the end, where a few steps more or fewer make no difference.
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, STEPS * 6 // 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -126,7 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bit-flip": Scenario(one("bit_flip", layer="net.3"), weight("net.3")),
     "bit-flip-fast": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), optimizer="adamw-fused"),
     "bit-flip-fp8": Scenario(one("bit_flip", layer="net.2"), weight("net.2"), fp8=DelayedScaling()),
-    "loss-x10": Scenario(many("loss", range(STEPS - 3, STEPS)), ("spike", "loss", "loss"), optimizer="sgd"),
+    "loss-x10": Scenario(many("loss", range(40, 43)), ("spike", "loss", "loss"), optimizer="sgd"),
     "amax-x1e4": Scenario(
         lambda rank: [Fault("amax", 4, layer, rank) for layer in ("net.0", "net.2")],
         ("amax_jump", "net.0", "input"),
@@ -159,7 +160,7 @@ def run(
 ) -> Result:
     """One run of a scenario."""
     callbacks: list[pl.Callback] = [FaultInjector(scenario.faults(rank))] if faulty else []
-    guard = SkipBatchRecovery(window=32, warmup=8, snapshot_every=5, log=None)
+    guard = SkipBatchRecovery(window=16, warmup=8, snapshot_every=5, log=None)
     callbacks += [guard] if recovery else []
     settings = {
         "max_steps": STEPS,
