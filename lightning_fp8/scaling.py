@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
+from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
 
@@ -65,7 +66,14 @@ class ScalingState:
             if self.recipe.smoothing:
                 # What the first window took from one rank's data would linger in the average, different on each rank.
                 self._unset_first_scales(self.table.data[..., LAST_AMAX] < 0)
-            update_scales(self.table.data, self.history, self.position, self._format_maxima, self.recipe)
+            state = (self.table.data, self.history, self.position, self._format_maxima, self.recipe)
+            if has_fast_casts(self.table.device):
+                # Triton is optional, and slow to import.
+                from lightning_fp8.kernels.scale_update import step_scales
+
+                step_scales(*state)
+                return
+            update_scales(*state)
         self.table.finish_step()
 
     def share_amaxes(self, group: dist.ProcessGroup | None = None) -> None:
