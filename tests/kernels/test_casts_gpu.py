@@ -60,10 +60,21 @@ def test_scales_of_tensors_and_rows(kind: tuple[str, str], setting: str) -> None
     check_cast(mixed_values(384, 256).to(DEVICE), *casts(setting, *kind))
 
 
+def test_matrices_that_are_not_aligned() -> None:
+    """A kernel that was compiled for aligned ones must not be launched on them."""
+    x = mixed_values(200, 273).to(DEVICE)
+    for values in (x[:, :272].contiguous(), x[:, 1:], x.flatten()[1 : 1 + 200 * 272].view(200, 272)):
+        for kind in KINDS:
+            check_cast(values, *casts("plain", *kind), UNSET)
+        check_cast(values, *casts("plain", "tensorwise", "tensorwise"), UNSET, stored=True)
+
+
 @pytest.mark.parametrize("kind", BLOCKS, ids=str)
 def test_scales_of_blocks(kind: tuple[str | None, str | None]) -> None:
     x = mixed_values(200, 640).to(DEVICE)
+    same = [use and Cast(E4M3, use) for use in kind]
     for values in (x, x[:37, 128:384], mixed_values(256, 128).to(DEVICE)):
+        check_cast(values, *same, UNSET)
         check_cast(values, *block_casts(*kind), UNSET)
         check_cast(values, *block_casts(*kind))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from lightning_fp8 import kernels
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import gemm, reference
-from lightning_fp8.kernels.capability import supports
+from lightning_fp8.kernels.capability import Hardware, supports
 from lightning_fp8.recipes import Cast, DelayedScaling
 from tests.kernels.updates import RECIPES, check_update
 
@@ -70,8 +72,8 @@ def test_sizes_that_are_multiples_of_16_only() -> None:
 
 @pytest.mark.gpu
 def test_transposed_operands_make_the_weight_gradient() -> None:
-    for granularity in GRANULARITIES[:3]:
-        casts = Cast(E5M2, granularity), Cast(E4M3, granularity)
+    for granularity, fmt in itertools.product(GRANULARITIES[:3], (E4M3, E5M2)):
+        casts = Cast(fmt, granularity), Cast(E4M3, granularity)
         g, x = operand(200, 256).cuda(), operand(200, 384, seed=1).cuda()
         _, _, gt, decode_g = kernels.cast(g, None, casts[0], None, False)
         _, _, xt, decode_x = kernels.cast(x, None, casts[1], None, False)
@@ -100,6 +102,25 @@ def test_tensor_cores_are_used_where_they_exist() -> None:
     assert native[PAIRS[0]] == native[PAIRS[1]] == native[PAIRS[2]] == (torch.cuda.get_device_capability() >= (8, 9))
     assert native["1x128", "128x128"] == (major == 9 and supports("1x128", "cuda")[0])
     assert native["1x32", "1x32"] == (10 <= major < 12)
+
+
+@pytest.mark.gpu
+def test_formats_without_a_kernel_are_emulated() -> None:
+    a = torch.empty(128, 128, device="cuda")
+    for pair in PAIRS:
+        assert gemm.native_mode(a, (Cast(E5M2, pair[0]), Cast(E5M2, pair[1]))) is None
+    for pair in (("1x128", "1x128"), ("1x128", "128x128")):
+        assert gemm.native_mode(a, (Cast(E5M2, pair[0]), Cast(E4M3, pair[1]))) is None
+
+
+def test_why_blocks_of_e5m2_are_emulated() -> None:
+    hopper = Hardware("cuda", (9, 0), (13, 0))
+    assert supports("1x128", hopper) == (True, "")
+    native, reason = supports("1x128", hopper, E5M2)
+    assert not native and "E4M3" in reason
+    assert supports("rowwise", hopper, E5M2) == (True, "")
+    native, reason = supports("1x32", hopper)
+    assert not native and "Blackwell" in reason
 
 
 @pytest.mark.gpu

@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_fp8 import ops
+from lightning_fp8.recipes import ROLES, get_recipe
+from lightning_fp8.statistics import StatisticsTable
 
 pytest.importorskip("triton")
 
@@ -34,3 +39,35 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
         "rowwise, straight": [["cast_rows", "codes", "decode", "slot"]],
         "mixed": [amaxes, ["cast_from_amaxes", *BOTH]],
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise"])
+def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> None:
+    recipe = get_recipe(name)
+    casts = ops.LinearCasts.of(recipe, stored=recipe.source != "data")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    weights = [random(256, 384).requires_grad_() for _ in range(2)]
+    inputs = [random(rows, 384).requires_grad_() for rows in (512, 512, 512)]
+    compiled = torch.compile(ops.scaled_linear, fullgraph=True, mode=mode, dynamic=False)
+    outcomes = []
+    for multiply in (ops.scaled_linear, compiled):
+        results = []
+        table = StatisticsTable(["a", "b"], "cuda")
+        all_slots = [tuple(table.slot(layer, role) for role in ROLES) for layer in range(2)]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for x in inputs:
+                for weight, slots in zip(weights, all_slots, strict=True):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    y = multiply(x, weight, casts, slots)
+                    y.backward(torch.ones_like(y))
+                    results += [y.detach().clone(), x.grad.clone(), weight.grad.clone()]
+                    x.grad = weight.grad = None
+        outcomes.append([*results, table.data])
+    for eager, graph in zip(*outcomes, strict=True):
+        assert torch.equal(eager, graph)
