@@ -18,12 +18,12 @@ import torch
 from peers import PEERS
 
 from lightning_fp8.tuning.bench import build_step, kernel_names, measure
-from lightning_fp8.tuning.decoder import SHAPES
+from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=["8b"], choices=list(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["8b"], help=f"{', '.join(SHAPES)}, or numbers (parse_shape)")
     parser.add_argument("--variants", nargs="+", default=["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="sort the time of a step by kind of kernel")
@@ -34,11 +34,12 @@ def main() -> None:
     print(f"torch {torch.__version__}, {machine}", flush=True)
     results = {}
     for shape in args.shape:
-        print(f"{shape}: {SHAPES[shape]}", flush=True)
-        rows = measure(SHAPES[shape], args.variants, rounds=args.rounds, profile=args.profile, peers=PEERS, report=_say)
+        sizes = parse_shape(shape)
+        print(f"{shape}: {sizes}", flush=True)
+        rows = measure(sizes, args.variants, rounds=args.rounds, profile=args.profile, peers=PEERS, report=_say)
         results[shape] = [row.to_dict() for row in rows]
         if args.kernels:
-            step = build_step(SHAPES[shape], args.variants[-1], torch.device("cuda"), PEERS)
+            step = build_step(sizes, args.variants[-1], torch.device("cuda"), PEERS)
             for _ in range(3):
                 step()
             for name, calls, milliseconds in kernel_names(step)[:25]:

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from lightning_fp8.backends import get_backend
-from lightning_fp8.model import convert_model, conversions
+from lightning_fp8.model import conversions, convert_model
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -39,7 +38,7 @@ class Measurement:
         fastest, slowest: a step's extremes.
         peak_gib: most memory allocated at any time.
         losses: of the first steps.
-        speedup: over bf16 compiled, in the same run.
+        speedup: over bf16, compiled where that was measured, in the same run.
         kernels: milliseconds a step by kind of kernel, where profiled.
         error: why it could not run.
     """
@@ -73,7 +72,7 @@ def measure(
     Args:
         shape: the decoder.
         variants: names: ``bf16``, or ``[backend:]recipe``, each with ``-eager`` to leave ``torch.compile`` out, or
-            ``-graphs`` for CUDA graphs.
+            ``-graphs`` for CUDA graphs; a recipe with ``-auto`` before that for ``layers="auto"``.
         rounds: timed rounds of three steps.
         profile: also sort the time of a step by kind of kernel.
         peers: further variants, by name.
@@ -81,13 +80,14 @@ def measure(
     """
     results: list[Measurement] = []
     for variant in variants:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         try:
             result = _measure_one(shape, variant, rounds, profile, peers or {})
         except Exception as error:  # A variant that cannot run is a row of the table, not the end of it.
             result = Measurement(variant, error=f"{type(error).__name__}: {str(error)[:300]}")
-        base = next((r for r in [*results, result] if r.variant == "bf16" and not r.error), None)
+        done = [r for r in [*results, result] if not r.error]
+        base = next((r for name in ("bf16", "bf16-eager") for r in done if r.variant == name), None)
         if base is not None and not result.error:
             result.speedup = base.milliseconds / result.milliseconds
         results.append(result)
@@ -100,9 +100,10 @@ def format_row(result: Measurement) -> str:
     if result.error:
         return f"{result.variant:<34} {result.error}"
     losses = " ".join(f"{loss:.3f}" for loss in result.losses)
+    memory = f"{result.peak_gib:6.2f} GiB  " if result.peak_gib else ""
     line = (
         f"{result.variant:<34} {result.milliseconds:8.2f} ms [{result.fastest:.2f}, {result.slowest:.2f}]  "
-        f"x{result.speedup:.3f}  {result.peak_gib:6.2f} GiB  loss {losses}"
+        f"x{result.speedup:.3f}  {memory}loss {losses}"
     )
     if result.kernels:
         line += "\n    " + "  ".join(f"{kind} {ms:.2f}" for kind, ms in result.kernels.items())
@@ -144,13 +145,15 @@ def build_step(
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(shape).to(torch.bfloat16)
-    name, mode = next(((variant.removesuffix(m), m) for m in ("-eager", "-graphs") if variant.endswith(m)), (variant, ""))
+    mode = next((m for m in ("-eager", "-graphs") if variant.endswith(m)), "")
+    name = variant.removesuffix(mode)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if peers and name in peers:
         context = peers[name](model)
     elif name != "bf16":
-        backend, _, recipe = name.rpartition(":")
-        convert_model(model, recipe, backend=get_backend(backend or "native"), layers=LayerSelection())
+        backend, _, recipe = name.removesuffix("-auto").rpartition(":")
+        layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
+        convert_model(model, recipe, backend=backend or "native", layers=layers, tokens=shape.tokens)
         context = conversions(model)[0].runtime.forward_context
     if mode != "-eager":
         compile_blocks(model, "reduce-overhead" if mode == "-graphs" else None)
@@ -236,5 +239,3 @@ def kernel_names(step: Callable[[], torch.Tensor]) -> list[tuple[str, int, float
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     return [(event.key, event.count, event.self_device_time_total / 1e3) for event in events]
-
-

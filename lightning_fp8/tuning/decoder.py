@@ -49,6 +49,35 @@ SHAPES: dict[str, DecoderShape] = {
 }
 
 
+def parse_shape(text: str) -> DecoderShape:
+    """A shape by its name in :data:`SHAPES`, or from numbers: ``width,ffn,layers,batch,length[,heads[,kv_heads]]``.
+
+    Heads are 128 wide by default, 64 where the width does not allow that.
+
+    Raises:
+        ValueError: it is neither, or the numbers do not fit together.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 5 <= len(numbers) <= 7 or min(numbers) < 1:
+        raise ValueError(
+            f"{text!r} is no shape: use one of {', '.join(SHAPES)}, or numbers: "
+            "width,ffn,layers,batch,length[,heads[,kv_heads]]."
+        )
+    width = numbers[0]
+    heads = numbers[5] if len(numbers) > 5 else max(1, width // (128 if width % 128 == 0 and width >= 1024 else 64))
+    kv_heads = numbers[6] if len(numbers) > 6 else heads
+    if width % heads or heads % kv_heads:
+        raise ValueError(
+            f"{text!r} is no shape: heads={heads} must divide the width, and kv_heads={kv_heads} the heads."
+        )
+    return DecoderShape(*numbers[:5], heads, kv_heads)
+
+
 class Block(nn.Module):
     """Attention and a gated feed-forward layer, each behind an RMS norm."""
 

@@ -23,7 +23,8 @@ def measure_layer(
 
     Args:
         tokens: rows of the input.
-        in_features, out_features: sizes of the layer.
+        in_features: of the layer.
+        out_features: of the layer.
         recipe: how it runs in FP8; ``None`` is bf16.
         backend: what multiplies.
     """

@@ -1,0 +1,251 @@
+"""What FP8 would gain for a model, from measured times of linear layers; no GPU is needed, nor memory for the weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.selection import LayerSelection, linear_layers
+from lightning_fp8.tuning.choice import Source, keep_faster
+from lightning_fp8.tuning.peaks import Peak
+
+# The rest of a step, as it was on one H200 in a stack of eight Llama-3-8B blocks (2 x 8192 tokens, compiled, bf16, fused
+# AdamW): 366 ms, of which 262 for products, 66 attention, 25 pointwise and reductions, 11 the optimizer.
+#: Share of the bf16 peak that attention reaches, forward and backward, a causal mask counted as half.
+_ATTENTION_EFFICIENCY = 0.5
+#: FLOPs of attention forward and backward over those forward (flash attention computes the scores again).
+_ATTENTION_BACKWARD = 3.5
+#: How often the inputs and outputs of the linear layers go through memory between the products.
+_PASSES = 5
+#: Share of the memory's peak bandwidth that pointwise kernels reach.
+_COPY_EFFICIENCY = 0.85
+#: Bytes an AdamW step moves a parameter, in parameter sizes: parameter and both moments read and written, gradient read.
+_OPTIMIZER_PASSES = 7
+#: Share of the memory's peak bandwidth that the fused optimizer reaches.
+_OPTIMIZER_EFFICIENCY = 0.55
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """One linear layer.
+
+    Attributes:
+        name: qualified name.
+        in_features: of the layer.
+        out_features: of the layer.
+        tokens: rows of its input.
+        bf16_ms: forward and backward in bf16, on the GPU.
+        fp8_ms: the same in FP8; ``None`` where it cannot run in FP8.
+        fp8: whether it should.
+        reason: why, or why not.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    tokens: int
+    bf16_ms: float
+    fp8_ms: float | None
+    fp8: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What FP8 would gain for a model.
+
+    Attributes:
+        gpu: for which GPU.
+        recipe: under which recipe.
+        origin: where the times come from.
+        layers: every linear layer.
+        rest_ms: an estimate of the rest of a bf16 step, by kind.
+        notes: what the estimate leaves out.
+    """
+
+    gpu: str
+    recipe: str
+    origin: str
+    layers: list[LayerAdvice]
+    rest_ms: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bf16_ms(self) -> float:
+        """A step in bf16."""
+        return sum(layer.bf16_ms for layer in self.layers) + sum(self.rest_ms.values())
+
+    @property
+    def fp8_ms(self) -> float:
+        """A step in which the layers that should run in FP8 do."""
+        return self.bf16_ms - sum(la.bf16_ms - la.fp8_ms for la in self.layers if la.fp8 and la.fp8_ms is not None)
+
+    @property
+    def speedup(self) -> float:
+        """Of the step; 1 for a model without linear layers."""
+        return self.bf16_ms / self.fp8_ms if self.fp8_ms else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "bf16_ms": self.bf16_ms, "fp8_ms": self.fp8_ms, "speedup": self.speedup}
+
+    def text(self) -> str:
+        """For people to read."""
+        rows = [("layer", "sizes", "tokens", "bf16 ms", "FP8 ms", "runs in", "why")]
+        for la in self.layers:
+            fp8 = "-" if la.fp8_ms is None else f"{la.fp8_ms:.3f}"
+            sizes = f"{la.in_features} -> {la.out_features}"
+            where = "FP8" if la.fp8 else "bf16"
+            rows.append((la.name or "(root)", sizes, str(la.tokens), f"{la.bf16_ms:.3f}", fp8, where, la.reason))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[6]]) for row in rows]
+        gains = sum(la.fp8 for la in self.layers)
+        rest = "".join(f", {kind} {ms:.2f}" for kind, ms in self.rest_ms.items())
+        linear = sum(la.bf16_ms for la in self.layers)
+        return "\n".join(
+            [
+                f"{self.recipe} on {self.gpu}: {gains} of {len(self.layers)} linear layers gain; times from {self.origin}.",
+                *lines,
+                f"A bf16 step, estimated: {self.bf16_ms:.2f} ms (linear layers {linear:.2f}{rest}).",
+                f"With FP8: {self.fp8_ms:.2f} ms, x{self.speedup:.2f}.",
+                *self.notes,
+            ]
+        )
+
+
+def advise(
+    model: nn.Module,
+    recipe: Recipe,
+    source: Source,
+    gpu: str,
+    peak: Peak | None,
+    tokens: int,
+    inputs: Tensor | None = None,
+    step_ms: float | None = None,
+) -> Advice:
+    """Look at a model, on the meta device or anywhere.
+
+    Args:
+        model: its linear layers are looked at; nothing is changed.
+        recipe: how they would run.
+        source: measured times.
+        gpu: whose times these are.
+        peak: its peaks, for the rest of a step; ``None``: the linear layers only.
+        tokens: rows of the layers' inputs, where ``inputs`` does not tell.
+        inputs: on the model's device: the forward is run with it, to see each layer's rows and the attention.
+        step_ms: a whole step in bf16, if somebody has measured it: the rest of the step is what the layers leave of it.
+    """
+    layers = linear_layers(model)
+    seen = observe(model, inputs) if inputs is not None else Observation({}, 0.0)
+    rows = {name: seen.rows.get(name, 0) if inputs is not None else tokens for name in layers}
+    tokens = max(rows.values(), default=tokens) if inputs is not None else tokens
+    advice = []
+    for decision in keep_faster(LayerSelection().decide(model, recipe), model, source, max(tokens, 1)):
+        layer, count = layers[decision.name], rows[decision.name]
+        where = (count, layer.in_features, layer.out_features)
+        bf16 = source.times.milliseconds("bf16", *where) if count else 0.0
+        possible = decision.converted or decision.reason.startswith("FP8 would")
+        fp8 = source.times.milliseconds(source.variant, *where) if count and possible else None
+        advice.append(
+            LayerAdvice(
+                decision.name,
+                layer.in_features,
+                layer.out_features,
+                count,
+                bf16,
+                fp8,
+                decision.converted and fp8 is not None,
+                decision.reason if count else "did not run",
+            )
+        )
+    rest, notes = _rest(model, advice, peak, seen, step_ms)
+    if inputs is None and step_ms is None:
+        notes.append(
+            f"Every layer was given {tokens} tokens and attention is left out: an input shape tells better, and a "
+            "measured bf16 step best."
+        )
+    return Advice(gpu, recipe.name, source.origin, advice, rest, notes)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one forward showed.
+
+    Attributes:
+        rows: of each linear layer's input, all its calls together.
+        attention_flops: forward, a causal mask counted as half.
+    """
+
+    rows: dict[str, int]
+    attention_flops: float
+
+
+def observe(model: nn.Module, inputs: Tensor) -> Observation:
+    """Run the forward once, without gradients.
+
+    Args:
+        model: as it is.
+        inputs: its only argument.
+    """
+    rows: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def count(layer: nn.Linear, args: tuple[Any, ...]) -> None:
+            rows[name] = rows.get(name, 0) + args[0].numel() // args[0].shape[-1]
+
+        return count
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in linear_layers(model).items()]
+    attention = _Attention()
+    try:
+        with torch.no_grad(), attention:
+            model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Observation(rows, attention.flops)
+
+
+class _Attention(TorchFunctionMode):
+    """Counts the FLOPs of scaled dot-product attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            named |= kwargs
+            query, key, value = named["query"], named["key"], named["value"]
+            products = 2 * query.numel() * key.shape[-2] + 2 * query[..., 0].numel() * key.shape[-2] * value.shape[-1]
+            self.flops += products / (2 if named.get("is_causal") else 1)
+        return func(*args, **kwargs)
+
+
+def _rest(
+    model: nn.Module, layers: list[LayerAdvice], peak: Peak | None, seen: Observation, step_ms: float | None
+) -> tuple[dict[str, float], list[str]]:
+    """Milliseconds of what is no linear layer, by kind, and notes."""
+    linear = sum(layer.bf16_ms for layer in layers)
+    if step_ms is not None:
+        if step_ms < linear:
+            return {}, [f"The measured step of {step_ms:g} ms is shorter than its linear layers alone: not used."]
+        return {"all else, as measured": step_ms - linear}, []
+    if peak is None:
+        return {}, ["The peaks of this GPU are not known: the linear layers alone are compared."]
+    traffic = 2 * _PASSES * sum(layer.tokens * (layer.in_features + layer.out_features) for layer in layers)
+    state = _OPTIMIZER_PASSES * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    attention = seen.attention_flops * _ATTENTION_BACKWARD
+    return {
+        "attention": attention / (_ATTENTION_EFFICIENCY * peak.bf16 * 1e12) * 1e3,
+        "pointwise": traffic / (_COPY_EFFICIENCY * peak.bandwidth * 1e12) * 1e3,
+        "optimizer": state / (_OPTIMIZER_EFFICIENCY * peak.bandwidth * 1e12) * 1e3,
+    }, []
