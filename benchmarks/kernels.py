@@ -1,6 +1,6 @@
 """Speed of the kernels on this GPU, beside a plain copy.
 
-    python benchmarks/kernels.py [--sweep] [--parts casts,host,linear] [--json results.json]
+    python benchmarks/kernels.py [--sweep] [--only stored,amax] [--parts casts,host,layers,linear] [--json results.json]
 
 Bandwidths count every value read once and every code written once: 4 bytes a value for cast, transpose and amax of
 bf16 in one pass, 6 where the amaxes take a pass of their own. ``--sweep`` compares tiles instead.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fp8 import kernels, ops
+from lightning_fp8 import LayerSelection, convert_model, kernels, ops
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import triton_cast, triton_scalar
 from lightning_fp8.kernels.scale_update import step_scales
@@ -117,6 +117,32 @@ def bench_host() -> list[dict[str, Any]]:
     return [{"call": name, "host us": host_us(run), "gpu us": median_ms(run, 10) * 1e3} for name, run in cases]
 
 
+def bench_layers() -> list[dict[str, Any]]:
+    """Host time of forward and backward of four linear layers, a call each layer; the tensors are too small to count."""
+    rows = []
+    for name in ("bf16", "delayed", "tensorwise", "rowwise", "blockwise"):
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
+            if name != "bf16":
+                convert_model(model, name, backend="native", layers=LayerSelection())
+            multiply = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+            x, g = random(128, 256).requires_grad_(), random(128, 256)
+            run = partial(_forward_backward, multiply, x, g)
+            layers = len(model)
+            rows.append({
+                "layers": name, "mode": "compiled" if compiled else "eager",
+                "host us a layer": host_us(run, 100) / layers,
+                "forward": host_us(partial(multiply, x), 100) / layers,
+                "gpu us a layer": median_ms(run, 10) * 1e3 / layers,
+            })  # fmt: skip
+    return rows
+
+
+def _forward_backward(model: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> None:
+    model(x).backward(g)
+
+
 def host_us(run: Callable[[], object], calls: int = 300) -> float:
     """Host time a call, the GPU never waited for."""
     for _ in range(20):
@@ -196,11 +222,11 @@ VECTOR_TILES = [
 ]  # fmt: skip
 AMAX_TILES = [(16, 256, 4), (32, 256, 4), (32, 256, 8), (64, 256, 8), (16, 512, 8), (32, 512, 16), (16, 1024, 8)]
 BLOCK_TILES = [(128, 128, 4, None), (128, 128, 8, None), (128, 128, 8, 128), (128, 128, 16, None), (128, 128, 16, 64)]
-GROUPS = (1, 4, 16, 1 << 20)
+GROUPS = (1, 8, 1 << 20)
 
 
-def sweep() -> list[dict[str, Any]]:
-    """Tiles of every kernel at the first shape, the best first."""
+def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
+    """Tiles of every kernel (of those in ``only``) at the first shape, the best first."""
     shape = SHAPES[0]
     copy = copy_bandwidth(*shape)
     x, slot = random(*shape), slot_of()
@@ -209,7 +235,8 @@ def sweep() -> list[dict[str, Any]]:
     cases: list[tuple[str, float, Tile, Callable[[], object]]] = []
 
     def add(name: str, size: float, tiles: Iterable[Tile], run: Callable[[Tile], Callable[[], object]]) -> None:
-        cases.extend((name, size, tile, run(tile)) for tile in tiles)
+        if only is None or name in only:
+            cases.extend((name, size, tile, run(tile)) for tile in tiles)
 
     def each(sizes: list[tuple[int, int, int, int | None]], groups: tuple[int, ...] = GROUPS) -> list[Tile]:
         return [Tile(r, c, warps, group, registers) for r, c, warps, registers in sizes for group in groups]
@@ -219,8 +246,9 @@ def sweep() -> list[dict[str, Any]]:
     add("rowwise pair", 6, each(PAIR_TILES), lambda t: lambda: triton_cast.cast_from_data(x, rows, row, row, slot, t))
     add("vector amaxes", 2, each(VECTOR_TILES), lambda t: lambda: triton_cast.vector_amaxes(x, rows, modes, slot, t))
     for programs in (528, 1024, 2048, 4096):
+        # The group of such a tile is its number of programs.
         tiles = [Tile(*size, programs) for size in AMAX_TILES]
-        add("amax (group: programs)", 2, tiles, lambda t: lambda: triton_cast.amax_partials(x, t, t.group))
+        add("amax", 2, tiles, lambda t: lambda: triton_cast.amax_partials(x, t, t.group))
     for name in ("1x128", "128x128"):
         cast = Cast(E4M3, name)
         add(
@@ -250,6 +278,7 @@ def compile_all(runs: Iterable[Callable[[], object]]) -> None:
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "casts": bench_casts,
     "host": bench_host,
+    "layers": bench_layers,
     "linear": bench_linears,
 }
 
@@ -285,12 +314,18 @@ def main() -> None:
     """Measure, write JSON if asked, print tables last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="compare tiles instead")
+    parser.add_argument("--only", help="kernels that the sweep is about, separated by commas; by default all")
     parser.add_argument("--parts", default=",".join(PARTS), help="which tables, separated by commas")
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     parser.add_argument("--top", type=int, default=6, help="how many tiles of each kernel a sweep prints")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    parts = {"sweep": sweep} if arguments.sweep else {part: PARTS[part] for part in arguments.parts.split(",")}
+    only = set(arguments.only.split(",")) if arguments.only else None
+    parts = (
+        {"sweep": partial(sweep, only)}
+        if arguments.sweep
+        else {part: PARTS[part] for part in arguments.parts.split(",")}
+    )
     tables = {name: part() for name, part in parts.items()}
     seconds = time.perf_counter() - start
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
