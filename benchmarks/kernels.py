@@ -118,14 +118,14 @@ def bench_host() -> list[dict[str, Any]]:
 
 
 def bench_layers() -> list[dict[str, Any]]:
-    """Host time of forward and backward of four linear layers, a call each layer; the tensors are too small to count."""
+    """Host time of forward and backward of linear layers, the tensors too small to count."""
     rows = []
     for name in ("bf16", "delayed", "tensorwise", "rowwise", "blockwise"):
         for compiled in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
             if name != "bf16":
-                convert_model(model, name, backend="native", layers=LayerSelection())
+                convert_model(model, name, layers=LayerSelection())
             multiply = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
             x, g = random(128, 256).requires_grad_(), random(128, 256)
             run = partial(_forward_backward, multiply, x, g)
