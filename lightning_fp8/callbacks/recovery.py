@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
+from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._samples import sample_indices
 from lightning_fp8.loss_scaling import LossScaler
@@ -27,7 +27,7 @@ from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
-from lightning_fp8.recovery.snapshot import Snapshots, group_settings, set_group_settings
+from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import Finding, Thresholds
 from lightning_fp8.settings import FP8Settings
 
@@ -118,7 +118,7 @@ class SkipBatchRecovery(Callback):
         self._metrics = LoggedMetrics()
         self._batches: list[int] = []
         self._decided = False
-        self._held: list[tuple[Any, Any, list[dict[str, Any]]]] = []
+        self._schedules = HeldSchedules()
         self._loaded: dict[str, Any] | None = None
         self._batch: Any = None
         self._known: list[Outcome] = []
@@ -153,6 +153,7 @@ class SkipBatchRecovery(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._loaded = None
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise MisconfigurationException(
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
@@ -194,7 +195,7 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         guard = self._running()
-        self._release(plateau=True)
+        self._schedules.before_batch()
         if not self._batches:
             guard.begin()
             self._metrics.remember(trainer, pl_module)
@@ -220,7 +221,7 @@ class SkipBatchRecovery(Callback):
         self._decided = True
         self._rejection = self._rejection | (guard.flag if accepted is None else not accepted)
         if accepted is False and self.hold_schedule is not False:
-            self._hold(trainer)
+            self._schedules.hold(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -231,7 +232,7 @@ class SkipBatchRecovery(Callback):
             return
         self._metrics.restore(trainer, self._rejection)
         self._decided, self._rejection, self._batches = False, False, []
-        self._release(plateau=False)
+        self._schedules.after_batch()
         known, self._known = self._known + guard.outcomes(everything=False), []
         for outcome in known:
             if outcome.finding is None:
@@ -287,7 +288,9 @@ class SkipBatchRecovery(Callback):
             self.events.add("saved_in_doubt", step=trainer.global_step)
             return
         self.events.add("saved_last_good", step=trainer.global_step, good_step=snapshots.good.label)
-        checkpoint["state_dict"] = snapshots.checkpoint(checkpoint["state_dict"])
+        # Where an averaging callback came first, it has put its average into the state_dict.
+        weights = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+        checkpoint[weights] = snapshots.checkpoint(checkpoint[weights])
         states = checkpoint["optimizer_states"]
         checkpoint["optimizer_states"] = [snapshots.optimizer_checkpoint(i, s) for i, s in enumerate(states)]
         good = snapshots.good.states
@@ -337,6 +340,7 @@ class SkipBatchRecovery(Callback):
         elif action.rung == "relearn":
             for judge in guard.judges:
                 judge.statistics.reset()
+            guard.fp8.forget_last_amax()
             self.events.add("relearn", step=step)
         elif action.rung == "stop":
             self._stop(trainer, outcome, finding)
@@ -347,7 +351,7 @@ class SkipBatchRecovery(Callback):
             return
         label = self.snapshots.restore()
         self._running().forget()
-        self._held = []
+        self._schedules.drop()
         self.events.add("rewind", step=trainer.global_step, good_step=label)
 
     def _stop(self, trainer: pl.Trainer, outcome: Outcome, finding: Finding) -> None:
@@ -422,35 +426,13 @@ class SkipBatchRecovery(Callback):
         guard.fp8.set_enabled(guilty, True)
         return accepted
 
-    # Schedules
-
-    def _hold(self, trainer: pl.Trainer) -> None:
-        """Remember schedules that a skipped step must not move."""
-        self._held = [
-            (config, copy.deepcopy(config.scheduler.state_dict()), _settings(config.scheduler))
-            for config in trainer.lr_scheduler_configs
-            if config.interval == "step" and trainer.lightning_module.automatic_optimization
-        ]
-
-    def _release(self, *, plateau: bool) -> None:
-        """Put them back once Lightning has stepped them: after the batch, plateau schedules only before the next."""
-        for config, state, settings in [held for held in self._held if held[0].reduce_on_plateau == plateau]:
-            config.scheduler.load_state_dict(state)
-            for group, saved in zip(config.scheduler.optimizer.param_groups, settings, strict=True):
-                set_group_settings(group, saved)
-        if plateau:
-            self._held = []
-
     def _close(self) -> None:
         if self.guard is not None:
             self.guard.close()
         self._metrics = LoggedMetrics()
-        self._batches, self._held, self._known, self._batch = [], [], [], None
+        self._schedules.drop()
+        self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
-
-
-def _settings(scheduler: Any) -> list[dict[str, Any]]:
-    return [group_settings(group) for group in scheduler.optimizer.param_groups]
 
 
 def _loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | LossScaler | None:

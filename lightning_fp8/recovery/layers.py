@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.recipes import ROLES
-from lightning_fp8.statistics import LAST_AMAX
+from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN
 
 
 class FP8Layers:
@@ -44,6 +44,11 @@ class FP8Layers:
     def last_amax(self) -> Tensor:
         """Of the last step that was taken, the same."""
         return torch.cat([conversion.runtime.table.data[..., LAST_AMAX] for conversion in self._conversions])
+
+    def forget_last_amax(self) -> None:
+        """Let the next amaxes be as if they were the first."""
+        for conversion in self._conversions:
+            conversion.runtime.table.data[..., LAST_AMAX] = NOT_SEEN
 
     def multiply_amax(self, name: str, role: str | None, factor: float) -> None:
         """Falsify a running amax, to rehearse; ``role`` None is all of them."""

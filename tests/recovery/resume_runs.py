@@ -25,13 +25,13 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def train(directory: Path, optimizer: str, kill_at: int | None, resume: bool, saves_in: Path) -> None:
-    """The run; its end state goes to ``directory/end.pt``, its checkpoints to ``saves_in``."""
+def train(directory: Path, optimizer: str, end: Fault | None, resume: bool, saves_in: Path) -> None:
+    """The run, which a fault may ``end``; its last state goes to ``directory/end.pt``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     pl.seed_everything(3, verbose=False)
-    faults = FAULTS if kill_at is None else [*FAULTS, Fault("kill", kill_at)]
+    faults = FAULTS if end is None else [*FAULTS, end]
     recovery = SkipBatchRecovery(window=16, warmup=8, snapshot_every=5, calm=10, log=directory / "events.jsonl")
     saver = ModelCheckpoint(saves_in, "{step}", every_n_train_steps=EVERY, save_top_k=-1)
     trainer = make_trainer(
@@ -42,7 +42,7 @@ def train(directory: Path, optimizer: str, kill_at: int | None, resume: bool, sa
     loader = ResumableLoader(make_data(192), 16)
     paths = sorted(saves_in.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1].split("-")[0]))
     trainer.fit(model, loader, ckpt_path=str(paths[-1]) if resume and paths else None)
-    end: dict[str, Any] = {
+    state: dict[str, Any] = {
         "weights": model.state_dict(),
         "optimizer": trainer.optimizers[0].state_dict(),
         "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
@@ -51,7 +51,7 @@ def train(directory: Path, optimizer: str, kill_at: int | None, resume: bool, sa
         "epoch_loss": trainer.callback_metrics["train_loss_epoch"],
         "resumed_from": int(paths[-1].stem.split("=")[1]) if resume and paths else 0,
     }
-    torch.save(end, directory / "end.pt")
+    torch.save(state, directory / "end.pt")
 
 
 def in_a_process(*arguments: Any) -> int:

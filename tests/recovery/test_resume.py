@@ -11,6 +11,7 @@ import torch
 from resume_runs import EVERY, STEPS, in_a_process
 from torch.utils import _pytree
 
+from lightning_fp8.callbacks.fault_injector import Fault
 from lightning_fp8.recovery.events import read_events
 
 KILLS = sorted(random.Random(5).sample(range(EVERY + 1, STEPS - 1), 10))
@@ -44,12 +45,23 @@ def essential(events: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("kill_at", KILLS)
 def test_resume_is_bit_identical(whole, tmp_path, kill_at):
     optimizer = "adamw-fused" if kill_at % 2 else "adamw"
-    assert in_a_process(tmp_path, optimizer, kill_at, False, tmp_path / "saves") == -signal.SIGKILL
+    kill = Fault("kill", kill_at)
+    assert in_a_process(tmp_path, optimizer, kill, False, tmp_path / "saves") == -signal.SIGKILL
+    check_resumed(whole, tmp_path, optimizer, kill_at)
+
+
+def test_resume_after_an_exception(whole, tmp_path):
+    assert in_a_process(tmp_path, "adamw", Fault("exception", 29), False, tmp_path / "saves") == 1
+    assert "exception" in [event["event"] for event in read_events(tmp_path / "events.jsonl")]
+    check_resumed(whole, tmp_path, "adamw", 29)
+
+
+def check_resumed(whole, tmp_path, optimizer, ended_at):
     assert not (tmp_path / "end.pt").exists()
     assert in_a_process(tmp_path, optimizer, None, True, tmp_path / "saves") == 0
     end = torch.load(tmp_path / "end.pt", weights_only=False)
     expected = torch.load(whole[optimizer] / "end.pt", weights_only=False)
-    assert 0 < end.pop("resumed_from") <= kill_at and expected.pop("resumed_from") == 0
+    assert 0 < end.pop("resumed_from") <= ended_at and expected.pop("resumed_from") == 0
     assert differences(end, expected) == []
     # The log goes on: what came after the checkpoint stands in it twice.
     events, expected_events = (

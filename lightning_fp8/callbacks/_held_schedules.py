@@ -1,0 +1,55 @@
+"""Learning-rate schedules that stand still in skipped steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_fp8.recovery.snapshot import group_settings, set_group_settings
+
+
+class HeldSchedules:
+    """Schedules as they were before a step that is skipped.
+
+    Lightning steps them after every batch, whatever became of it. So their state is kept, and put back once they were
+    stepped: after the batch, and those that follow a metric before the next.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = []
+
+    def hold(self, trainer: pl.Trainer) -> None:
+        """Keep the schedules that are stepped each batch; in manual optimization the user steps them."""
+        if not trainer.lightning_module.automatic_optimization:
+            return
+        self._held = [
+            (
+                config,
+                copy.deepcopy(config.scheduler.state_dict()),
+                [group_settings(group) for group in config.scheduler.optimizer.param_groups],
+            )
+            for config in trainer.lr_scheduler_configs
+            if config.interval == "step"
+        ]
+
+    def after_batch(self) -> None:
+        """Put back those that Lightning has stepped by now."""
+        self._put_back(plateau=False)
+
+    def before_batch(self) -> None:
+        """Put back the others, and let go."""
+        self._put_back(plateau=True)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go: the schedules were set to something else."""
+        self._held = []
+
+    def _put_back(self, *, plateau: bool) -> None:
+        for config, state, settings in self._held:
+            if config.reduce_on_plateau == plateau:
+                config.scheduler.load_state_dict(state)
+                for group, saved in zip(config.scheduler.optimizer.param_groups, settings, strict=True):
+                    set_group_settings(group, saved)

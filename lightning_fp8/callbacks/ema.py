@@ -1,0 +1,52 @@
+"""Averages over accepted steps only: :class:`EMAOfAcceptedSteps`."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
+
+
+class EMAOfAcceptedSteps(EMAWeightAveraging):
+    """Lightning's exponential moving average of the weights, left alone by steps that recovery skips.
+
+    Lightning's own averages once per attempt: a skipped step draws the average towards weights that did not move.
+
+    Args and attributes are those of ``EMAWeightAveraging``.
+    """
+
+    _recovery: SkipBatchRecovery | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the recovery whose verdicts count.
+
+        Raises:
+            MisconfigurationException: there is none among the Trainer's callbacks.
+        """
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._recovery = next((c for c in callbacks if isinstance(c, SkipBatchRecovery)), None)
+        if self._recovery is None:
+            raise MisconfigurationException(
+                "EMAOfAcceptedSteps needs a SkipBatchRecovery among the Trainer's callbacks; "
+                "without one use Lightning's EMAWeightAveraging."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse fast mode, in which a verdict comes too late.
+
+        Raises:
+            MisconfigurationException: recovery runs in fast mode.
+        """
+        guard = self._recovery.guard if self._recovery is not None else None
+        if guard is not None and guard.fast:
+            raise MisconfigurationException(
+                "EMAOfAcceptedSteps must know of a skipped step at once: use SkipBatchRecovery(mode='exact')."
+            )
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """As Lightning's, but for skipped steps."""
+        skipped = step_idx is not None and self._recovery is not None and self._recovery.accepted is False
+        return not skipped and super().should_update(step_idx=step_idx, epoch_idx=epoch_idx)

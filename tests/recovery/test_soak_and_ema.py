@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from recovery_models import Net, fit, make_data, make_loader, test_loss
+from torch.utils.data import DataLoader, Subset
+
+from lightning_fp8 import FP8Precision
+from lightning_fp8.callbacks.ema import EMAOfAcceptedSteps
+from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
+from lightning_fp8.recovery.faults import random_faults
+
+STEPS = 1000
+KINDS = ("batch", "activation", "gradient", "weight", "loss", "bit_flip")
+
+
+def reachable_objects() -> int:
+    gc.collect()
+    return sum(1 for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+
+class CountsTensors(FaultInjector):
+    """Counts the live tensors now and again."""
+
+    def __init__(self, faults) -> None:
+        super().__init__(faults)
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if trainer.global_step % 100 == 0:
+            self.counts.append(reachable_objects())
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw-fused"])
+def test_a_thousand_steps_with_faults_at_two_percent(tmp_path, optimizer):
+    loader = make_loader(4096, 32)
+    model, _ = fit(tmp_path, model=Net(optimizer, dropout=0.0), loader=loader, max_steps=STEPS)
+    clean = test_loss(model)
+    # Bits flip where it shows at once: BatchNorm hides what grows before it.
+    faults = random_faults(STEPS, 0.02, KINDS, layers=["net.4"], seed=11)
+    injector = CountsTensors(faults)
+    recovery = SkipBatchRecovery(window=32, warmup=16, snapshot_every=20, calm=5, rewinds=4, log=None)
+    model, trainer = fit(
+        tmp_path, [injector, recovery], model=Net(optimizer, dropout=0.0), loader=loader, max_steps=STEPS
+    )
+    assert trainer.global_step == STEPS and len(faults) > 10
+    assert test_loss(model) <= clean * 1.01 + 1e-4, f"{test_loss(model)} against {clean}"
+    assert injector.counts[-1] <= injector.counts[1] + 5, "memory grows"
+    assert recovery.events.counts["rejected"] >= len([f for f in faults if f.kind != "loss"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_one_nan_is_one_skip(tmp_path, optimizer):
+    recovery = SkipBatchRecovery(window=32, warmup=16, log=None)
+    fit(
+        tmp_path, [FaultInjector([Fault("batch", 150)]), recovery], model=Net(optimizer), max_steps=400,
+        plugins=[FP8Precision()],
+    )  # fmt: skip
+    assert dict(recovery.events.counts) == {"rejected": 1}
+
+
+def averaged(tmp_path, callbacks, data, steps):
+    model, _ = fit(
+        tmp_path, callbacks, model=Net(schedule=False, dropout=0.0), loader=DataLoader(data, 16), max_steps=steps
+    )
+    return model.state_dict()
+
+
+def test_the_average_is_that_of_accepted_steps(tmp_path):
+    data = make_data(512)
+    without = Subset(data, [i for i in range(512) if not 80 <= i < 96])
+    expected = averaged(tmp_path, [EMAWeightAveraging(decay=0.9)], without, 25)
+    faulty = [FaultInjector([Fault("batch", 5)]), SkipBatchRecovery(log=None)]
+    own = averaged(tmp_path, [*faulty, EMAOfAcceptedSteps(decay=0.9)], data, 26)
+    lightnings = averaged(tmp_path, [*faulty, EMAWeightAveraging(decay=0.9)], data, 26)
+    assert all(torch.equal(own[key], expected[key]) for key in own)
+    assert not all(torch.equal(lightnings[key], expected[key]) for key in own)
+
+
+def test_the_average_wants_exact_recovery(tmp_path):
+    with pytest.raises(MisconfigurationException, match="needs a SkipBatchRecovery"):
+        fit(tmp_path, [EMAOfAcceptedSteps()])
+    with pytest.raises(MisconfigurationException, match="mode='exact'"):
+        fit(tmp_path, [SkipBatchRecovery(log=None), EMAOfAcceptedSteps()], model=Net("adamw-fused"))
+
+
+def test_a_checkpoint_of_an_average_is_guarded_too(tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    recovery = SkipBatchRecovery(snapshot_every=5, rewinds=1, log=None)
+    faults = [Fault("weight", 12, "net.0"), Fault("weight", 14, "net.0")]
+    fit(
+        tmp_path, [FaultInjector(faults), EMAOfAcceptedSteps(decay=0.5), recovery, every], max_steps=16,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    for path in tmp_path.glob("*step=*.ckpt"):
+        state = torch.load(path, weights_only=True)
+        for key in ("state_dict", "current_model_state"):
+            assert all(value.isfinite().all() for value in state[key].values()), (path, key)
+
+
+def test_random_faults_are_the_same_for_the_same_seed():
+    one = random_faults(500, 0.1, ["batch", "weight"], layers=["a", "b"], ranks=2, seed=3)
+    assert repr(one) == repr(random_faults(500, 0.1, ["batch", "weight"], layers=["a", "b"], ranks=2, seed=3))
+    assert 25 < len(one) < 80 and {f.rank for f in one} == {0, 1} and {f.kind for f in one} == {"batch", "weight"}
+    assert repr(one) != repr(random_faults(500, 0.1, ["batch", "weight"], layers=["a", "b"], ranks=2, seed=4))
+    assert statistics.fmean(math.isnan(f.value) for f in one) not in (0.0, 1.0)
+    with pytest.raises(ValueError, match="rate"):
+        random_faults(10, 2.0, ["batch"])
+    with pytest.raises(ValueError, match="layers="):
+        random_faults(10, 0.1, ["weight"])
