@@ -242,8 +242,12 @@ class ScaledLinear(torch.autograd.Function):
                 "a gradient penalty). Keep these layers in high precision: LayerSelection(exclude=[...])."
             )
         xt, xt_decode, wt, wt_decode = ctx.saved_tensors
+        casts: LinearCasts = ctx.casts
+        if ctx.needs[0] and casts.recompute_weight_cast:
+            slot = wt_decode.clone() if wt_decode.numel() else None
+            _, _, wt, wt_decode = cast(wt, None, casts.weight.transposed, slot, casts.weight_stored)
         grad_input, grad_weight = linear_gradients(
-            grad_output, xt, xt_decode, wt, wt_decode, ctx.casts, ctx.grad_slot, ctx.needs, ctx.dtypes
+            grad_output, xt, xt_decode, wt, wt_decode, casts, ctx.grad_slot, ctx.needs, ctx.dtypes
         )
         return grad_input, grad_weight, None, None, None, None
 
