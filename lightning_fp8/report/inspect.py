@@ -54,7 +54,7 @@ class Inspection:
 
     Attributes:
         step: optimizer steps done; ``None`` where the checkpoint doesn't say.
-        recipes: of each conversion, with its backend.
+        recipes: of each conversion.
         rows: the operands; those at risk first, then by headroom.
         events: the last ones that a health monitor saw.
         notes: what could not be told.
@@ -106,11 +106,8 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     state = checkpoint.get(_KEY) or {}
     for conversion in state.get("conversions", []):
         runtime = conversion["runtime"]
-        if "recipe" not in runtime or "table" not in runtime:
-            notes.append(f"the {conversion['backend']} backend's state holds no statistics that could be shown")
-            continue
         recipe = get_recipe(runtime["recipe"])
-        recipes.append(f"{recipe!r}, {conversion['backend']} backend, {len(conversion['layers'])} layers")
+        recipes.append(f"{recipe!r}, {len(conversion['layers'])} layers")
         rows += _rows_of(recipe, runtime)
     if not state:
         notes.append("no FP8 state: shown is how the weights would fare under one scale a tensor (e4m3)")

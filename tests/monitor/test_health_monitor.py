@@ -30,13 +30,17 @@ def fit(*callbacks: pl.Callback, steps: int, plugin: Any = None, model: Net | No
     return trainer
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", None])
-def test_every_planted_fault_is_one_event_and_clean_steps_are_none(recipe: str | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("delayed", "native"), ("tensorwise", "native"), ("rowwise", "torchao"), ("tensorwise", "torchao"), (None, "")],
+)
+def test_every_planted_fault_is_one_event_and_clean_steps_are_none(recipe: str | None, backend: str) -> None:
     """Each role, forward and backward, in the first, a middle and the last layer; NaN and Inf; clean steps between."""
     cases = product((math.nan, math.inf), ROLES, (FIRST, MIDDLE, LAST))
     faults = [Fault(2 + 2 * n, layer, role, value) for n, (value, role, layer) in enumerate(cases)]
     monitor = FP8HealthMonitor()
-    fit(monitor, Plant(*faults), steps=faults[-1].step + 3, plugin=precision(recipe) if recipe else None)
+    plugin = precision(recipe, backend=needs(backend)) if recipe else None
+    fit(monitor, Plant(*faults), steps=faults[-1].step + 3, plugin=plugin)
     told = [(e.kind, e.step, e.layer, e.role, e.ranks) for e in monitor.events]
     assert told == [("nonfinite", f.step, f.layer, f.role, (0,)) for f in faults]
     for event, fault in zip(monitor.events, faults, strict=True):
@@ -52,10 +56,18 @@ def test_what_a_fault_leaves_behind_is_the_same_event() -> None:
     assert (event.step, event.layer, event.role, event.steps) == (3, MIDDLE, "input", 5)
 
 
+def needs(backend: str) -> str:
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    return backend
+
+
 @pytest.mark.parametrize(("role", "layer"), [("input", FIRST), ("weight", MIDDLE), ("grad_output", LAST)])
-def test_a_jump_is_reported(role: str, layer: str) -> None:
+@pytest.mark.parametrize(("backend", "recipe"), [("native", "delayed"), ("torchao", "rowwise")])
+def test_a_jump_is_reported(role: str, layer: str, backend: str, recipe: str) -> None:
     monitor = FP8HealthMonitor()
-    fit(monitor, Plant(Fault(15, layer, role, factor=4.0)), steps=18, plugin=precision())
+    plant = Plant(Fault(15, layer, role, factor=4.0))
+    fit(monitor, plant, steps=18, plugin=precision(recipe, backend=needs(backend)))
     (event,) = [event for event in monitor.events if event.kind == "spike"]
     assert (event.step, event.layer, event.role) == (15, layer, role)
     assert event.amax == pytest.approx(4 * event.reference, rel=0.05)
