@@ -6,10 +6,12 @@ what they write from their code; ``tests/kernels/test_graphs.py`` holds it to ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_fp8.kernels import triton_cast
+from lightning_fp8.kernels import triton_cast, triton_scalar
 from lightning_fp8.kernels.launch import in_graph
 from lightning_fp8.recipes import Cast
 
@@ -20,3 +22,15 @@ def cast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``lightning_fp8::cast``, for a CUDA matrix that is not empty; tensorwise and rowwise."""
     return triton_cast.cast(x, Cast.parse(straight), Cast.parse(transposed), slot, stored, in_graph)
+
+
+# Compiled graphs that are kept on disk must not outlive a change of the kernels. torch looks for kernels in the
+# function above alone, and finds none there.
+_kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_to_kernels", {})
+_kernels_of["lightning_fp8::triton_cast"] = [
+    triton_scalar.cast_stored,
+    triton_scalar.amax_partials,
+    triton_scalar.amax_rows_and_columns,
+    triton_scalar.cast_from_amaxes,
+    triton_scalar.cast_rows,
+]
