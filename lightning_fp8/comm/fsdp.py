@@ -1,0 +1,111 @@
+"""FP8 on the wire for FSDP2, through its public hooks for custom collectives.
+
+The hooks are not recursive: every FSDP module is given its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_fp8.comm.codec import BlockCodec
+from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
+from lightning_fp8.comm.fsdp_weights import FP8AllGather, GatheredScales, has_one_scale, managed_parameters
+from lightning_fp8.comm.traffic import Traffic
+from lightning_fp8.linear import Float8Linear, Float8State
+
+
+@dataclass(frozen=True)
+class FSDPCommunication:
+    """What goes over the wire in FP8 after :func:`communicate_fsdp_in_fp8`.
+
+    Attributes:
+        reduce_scatter: the gradients' collective, or ``None``.
+        all_gathers: the weights' collectives, one an FSDP module; none where weights stay as they are.
+        replicated: whether there are replicas of the shards (HSDP), whose all-reduce FSDP2 lets nobody replace.
+    """
+
+    reduce_scatter: FP8ReduceScatter | None
+    all_gathers: list[FP8AllGather]
+    replicated: bool
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """All modules of ``model`` that ``fully_shard`` was applied to, ``model`` included."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def communicate_fsdp_in_fp8(
+    model: nn.Module,
+    *,
+    grad: bool = True,
+    param: bool = True,
+    codec: BlockCodec | None = None,
+    min_numel: int = 0,
+    dtype: torch.dtype | None = None,
+    grad_traffic: Traffic | None = None,
+    param_traffic: Traffic | None = None,
+) -> FSDPCommunication:
+    """Give every FSDP module of ``model`` its FP8 collectives; called again, it replaces them.
+
+    Args:
+        model: after ``fully_shard``; FP8 layers are converted.
+        grad: reduce gradients in FP8.
+        param: gather the weights of FP8 layers in FP8.
+        codec: the blocks of gradients, and of weights under recipes with finer scales than one a weight.
+        min_numel: collectives of fewer values go without FP8.
+        dtype: the ``param_dtype`` of FSDP's mixed precision.
+        grad_traffic, param_traffic: count the bytes.
+
+    Raises:
+        ValueError: ``model`` holds no FSDP module, or ``param`` was asked for and no layer's weight can go in FP8.
+    """
+    modules = fsdp_modules(model)
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded by FSDP2: call lightning_fp8.shard(module, mesh) or "
+            "torch.distributed.fsdp.fully_shard first, inside configure_model."
+        )
+    layers = _gatherable(model) if param else []
+    if param and not layers:
+        raise ValueError(
+            "No weight can be gathered in FP8: no layer of the native backend runs in FP8 with a sharded weight of its "
+            "own. Convert before sharding (lightning_fp8.shard does), or leave weights in bf16: param='bf16'."
+        )
+    reduce_scatter = FP8ReduceScatter(codec, min_numel, grad_traffic) if grad else None
+    if reduce_scatter is not None:
+        for module in modules:
+            module.set_custom_reduce_scatter(reduce_scatter)
+    all_gathers = []
+    if param:
+        scales = GatheredScales([layer for layer in layers if has_one_scale(layer)], dtype)
+        # Parents come first: the first that gathers anything is gathered first in a forward.
+        leader = next(module for module in modules if managed_parameters(module))
+        for module in modules:
+            gather = FP8AllGather(module, layers, scales, module is leader, codec, min_numel, param_traffic)
+            module.set_custom_all_gather(gather)
+            all_gathers.append(gather)
+    return FSDPCommunication(reduce_scatter, all_gathers, any(_is_replicated(p) for p in model.parameters()))
+
+
+def _gatherable(model: nn.Module) -> list[Float8Linear]:
+    """The FP8 layers whose weights are sharded and theirs alone: what shares one needs it in high precision."""
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, Float8Linear)
+        and type(layer.fp8) is Float8State
+        and isinstance(layer.weight, DTensor)
+        and uses[id(layer.weight)] == 1
+    ]
+
+
+def _is_replicated(parameter: nn.Parameter) -> bool:
+    """Whether FSDP shards over the second dimension of its mesh, and replicates over the first."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()

@@ -1,0 +1,199 @@
+"""``shard``: FP8 layers, tensor parallelism, checkpointed activations, FSDP2 and FP8 on the wire, in the right order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lightning_fp8.backends import Backend, TransformerEngineBackend
+from lightning_fp8.comm.codec import BlockCodec
+from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, link_between
+from lightning_fp8.linear import Float8Linear
+from lightning_fp8.model import convert_model
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.selection import LayerSelection, find_blocks, linear_layers
+
+#: Names of the mesh dimension along which layers are split; the other dimensions are data parallel.
+TENSOR_PARALLEL_NAMES = ("tensor_parallel", "tp")
+
+Wire = Literal["fp8", "bf16"]
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    recipe: Recipe | Mapping[str, Any] | str = "delayed",
+    backend: Backend | str = "auto",
+    layers: LayerSelection | Literal["auto"] = "auto",
+    autocast_only: bool = False,
+    tensor_parallel: Mapping[str, ParallelStyle] | None = None,
+    blocks: Sequence[str] | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool = False,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    grad: Wire = "bf16",
+    param: Wire = "bf16",
+    min_numel: int | None = None,
+    block: int = 128,
+) -> nn.Module:
+    """Convert ``module`` to FP8 and shard it with FSDP2, in place; for use inside ``configure_model``.
+
+    In this order: the layers become FP8; the tensor-parallel styles are applied; each block's activations are
+    checkpointed; each block is compiled; each block and then the module is sharded; FP8 collectives are installed. A
+    module that is sharded already stays as it is, so that ``configure_model`` may run again.
+
+    Args:
+        module: the model, on any device; on the meta device it is to be materialised afterwards (Lightning does).
+        mesh: one-dimensional, or with a dimension ``"tensor_parallel"`` (or ``"tp"``) behind the data-parallel one, as
+            Lightning's ``self.device_mesh``. Of two data-parallel dimensions the first replicates and the second
+            shards (HSDP). It holds all ranks.
+        recipe, backend, layers, autocast_only: as in :func:`~lightning_fp8.convert_model`.
+        tensor_parallel: styles by module name, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them;
+            for FP8 layers those of :mod:`lightning_fp8.comm.tensor_parallel`.
+        blocks: names of the modules to shard one by one; by default the children of the largest ``ModuleList`` or
+            ``Sequential`` that holds linear layers.
+        activation_checkpointing: keep only each block's input, and compute the block again in backward.
+        compile: ``torch.compile`` each block.
+        mp_policy: FSDP2's mixed precision; by default parameters are gathered in bf16, and gradients reduced in fp32.
+        reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward.
+        grad: ``"fp8"`` reduces gradients in FP8.
+        param: ``"fp8"`` gathers the weights of FP8 layers in FP8.
+        min_numel: collectives of fewer values go without FP8; by default what the link between the ranks makes worth.
+        block: values that share a scale on the wire.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ValueError: a setting, the mesh or a name does not fit; or a part of the module is sharded already.
+    """
+    if isinstance(module, FSDPModule):
+        return module
+    for word, value in (("grad", grad), ("param", param)):
+        if value not in ("fp8", "bf16"):
+            raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
+    data_mesh, tensor_mesh = _split_mesh(mesh)
+    _check(module, mesh, tensor_mesh, tensor_parallel, backend)
+    codec = BlockCodec(block=block)
+    names = _block_names(module, blocks)
+    device = torch.device(mesh.device_type)
+    convert_model(module, recipe, backend=backend, layers=layers, autocast_only=autocast_only, device=device)
+    if tensor_parallel and tensor_mesh is not None:
+        parallelize_module(module, tensor_mesh, dict(tensor_parallel))
+    if activation_checkpointing:
+        for name in names:
+            wrapped = checkpoint_wrapper(module.get_submodule(name), CheckpointImpl.NO_REENTRANT)
+            module.set_submodule(name, wrapped)
+    if data_mesh is None:
+        if compile:
+            _compile(module, names)
+        return module
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if compile:
+        _compile(module, names)
+    options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    for name in names:
+        fully_shard(module.get_submodule(name), **options)
+    fully_shard(module, **options)
+    for layer in module.modules():
+        if isinstance(layer, Float8Linear):
+            layer.fp8.follow(layer.weight)
+            layer.fp8.shard_weight()
+    if "fp8" in (grad, param):
+        if min_numel is None:
+            min_numel = DEFAULT_MIN_NUMEL[link_between(None, device)]
+        communicate_fsdp_in_fp8(
+            module,
+            grad=grad == "fp8",
+            param=param == "fp8",
+            codec=codec,
+            min_numel=min_numel,
+            dtype=policy.param_dtype,
+        )
+    return module
+
+
+def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The data-parallel and the tensor-parallel part of ``mesh``; a part of one rank is none.
+
+    Raises:
+        ValueError: the dimensions are more, or otherwise named, than they can be.
+    """
+    names = mesh.mesh_dim_names or ()
+    of_tensors = [name for name in names if name in TENSOR_PARALLEL_NAMES]
+    of_data = tuple(name for name in names if name not in TENSOR_PARALLEL_NAMES)
+    if (mesh.ndim > 1 and not names) or len(of_tensors) > 1 or mesh.ndim - len(of_tensors) > 2:
+        raise ValueError(
+            f"A mesh has one or two data-parallel dimensions and at most one called {TENSOR_PARALLEL_NAMES[0]!r}; got "
+            f"{mesh.ndim} dimensions, {names or 'without names'}: init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    if not of_tensors:
+        return mesh, None
+    tensor_mesh = mesh[of_tensors[0]] if mesh.ndim > 1 else mesh
+    data_mesh = mesh[of_data] if of_data else None
+    # Lightning's mesh has both dimensions always.
+    return (
+        data_mesh if data_mesh is not None and data_mesh.size() > 1 else None,
+        tensor_mesh if tensor_mesh.size() > 1 else None,
+    )
+
+
+def _check(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    tensor_mesh: DeviceMesh | None,
+    tensor_parallel: Mapping[str, ParallelStyle] | None,
+    backend: Backend | str,
+) -> None:
+    """Look at everything before anything is changed."""
+    sharded = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded!r} is sharded already: call shard() on the whole module, before fully_shard or parallelize_module."
+        )
+    ranks = torch.distributed.get_world_size()
+    if mesh.size() != ranks:
+        raise ValueError(
+            f"The mesh holds {mesh.size()} of {ranks} ranks: FP8 scales are agreed on by all ranks, so it must hold all."
+        )
+    if tensor_parallel and tensor_mesh is None:
+        raise ValueError(
+            f"Tensor-parallel styles need a mesh with a dimension {TENSOR_PARALLEL_NAMES[0]!r} of more than one rank; "
+            f"got {mesh.mesh_dim_names} of {tuple(mesh.shape)}."
+        )
+    if isinstance(backend, TransformerEngineBackend) or backend == TransformerEngineBackend.name:
+        raise ValueError(
+            "Transformer Engine's layers keep references to their weights, which sharding replaces: use "
+            "backend='native' or 'torchao'."
+        )
+
+
+def _block_names(module: nn.Module, blocks: Sequence[str] | None) -> list[str]:
+    """Names of the modules to shard one by one.
+
+    Raises:
+        ValueError: ``module`` has no module of that name.
+    """
+    if blocks is None:
+        return [prefix.rstrip(".") for prefix in find_blocks(module, linear_layers(module))]
+    known = dict(module.named_modules())
+    unknown = [name for name in blocks if name not in known or not name]
+    if unknown:
+        raise ValueError(f"There are no modules {', '.join(map(repr, unknown))} in {type(module).__name__} to shard.")
+    return list(blocks)
+
+
+def _compile(module: nn.Module, names: list[str]) -> None:
+    for name in names:
+        module.get_submodule(name).compile()
