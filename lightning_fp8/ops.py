@@ -351,7 +351,8 @@ def _record_amax(x: Tensor, slot: Tensor) -> None:
     if x.is_nested:
         x = x.values() if x.layout == torch.jagged else torch.cat([part.flatten() for part in x.unbind()])
     # One pass and no temporary, unlike x.abs().amax().
-    amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else slot.new_zeros(())
+    # The slot may be on another device, where a model is spread over several.
+    amax = torch.linalg.vector_norm(x, torch.inf).to(slot) if x.numel() else slot.new_zeros(())
     slot = slot.data
     slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
 

@@ -134,6 +134,8 @@ class FP8Report(LayerCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
+        for callback in _others(trainer):
+            callback.on_train_end(trainer, pl_module)
         if trainer.is_global_zero:
             self._write(trainer, f"Finished at step {trainer.global_step}.", failed=False)
 
@@ -141,6 +143,8 @@ class FP8Report(LayerCallback):
         if self._telemetry is None:
             return
         super().on_exception(trainer, pl_module, exception)
+        for callback in _others(trainer):
+            callback.on_exception(trainer, pl_module, exception)
         if trainer.is_global_zero:
             what = f"{type(exception).__name__}: {exception}".rstrip(": ")
             self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
@@ -214,6 +218,12 @@ class FP8Report(LayerCallback):
         self._curves.load_state_dict(state["curves"])
         if self._layers is not None and state["names"] == self._names:
             self._layers.load_state_dict(state["layers"])
+
+
+def _others(trainer: pl.Trainer) -> list[LayerCallback]:
+    """Monitors whose last reading may still be on its way: what it tells belongs into the page."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [c for c in callbacks if isinstance(c, LayerCallback) and not isinstance(c, FP8Report)]
 
 
 def _events(trainer: pl.Trainer) -> list[Event]:

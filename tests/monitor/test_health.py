@@ -194,3 +194,14 @@ def test_a_long_history_is_thinned_evenly() -> None:
         other.append(1000, 5.0)
     assert torch.equal(again.steps, history.steps) and torch.equal(again.values, history.values)
     assert capacity_for((10_000, 3, 2), 256) < 100
+
+
+def test_ten_thousand_layers() -> None:
+    count = 10_000
+    health = Health(range(count), torch.full((count, 3), math.inf), HealthLimits())
+    amax = torch.ones(count, 3)
+    amax[count - 1, 0] = math.nan
+    _, message = health.observe(amax, torch.zeros(count, 3))
+    health.commit()
+    (event,) = health.events(health.unpack(message), [f"layer {n}" for n in range(count)], 0)
+    assert (event.layer, event.role) == ("layer 9999", "input")

@@ -112,6 +112,16 @@ def test_an_exception_writes_the_page_and_says_why(tmp_path: Path) -> None:
     assert "The model was not converted to FP8." in text
 
 
+def test_an_event_of_the_last_step_is_in_the_page_wherever_the_monitor_stands(tmp_path: Path) -> None:
+    for monitor_first in (True, False):
+        name = f"{monitor_first}.html"
+        monitor, report = FP8HealthMonitor(), FP8Report(tmp_path / name, every_n_steps=1)
+        pair: list[pl.Callback] = [monitor, report] if monitor_first else [report, monitor]
+        make_trainer([*pair, Plant(Fault(3, "late", "input", math.nan))], 4).fit(Net(), batches(4))
+        assert "NaN first seen in the input of 'late'" in words((tmp_path / name).read_text())
+        assert len(monitor.events) == 1
+
+
 def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
     report = FP8Report(every_n_steps=1)
     states: list[str] = []
