@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import socket
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(monitor_ranks.run_rank, args=(str(folder), port), nprocs=WORLD, join=True)
+    # Forked from a server that has imported everything once: importing takes longer than the checks.
+    multiprocessing.set_forkserver_preload(["monitor_ranks"])
+    mp.start_processes(monitor_ranks.run_rank, (str(folder), port), nprocs=WORLD, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
