@@ -135,6 +135,14 @@ class SkipBatchRecovery(Callback):
         """In manual optimization: tell of a loss whose backward does not go through ``manual_backward``."""
         self._running().observe(loss)
 
+    def reject_where(self, flag: Tensor) -> None:
+        """For monitors, in ``on_before_optimizer_step`` before this callback's: the step is bad where ``flag`` is True.
+
+        Args:
+            flag: bool ``[]`` on the device.
+        """
+        self._running().reject_where(flag)
+
     @property
     def accepted(self) -> bool | None:
         """Whether the last optimizer step was taken; None where that is not known yet (fast mode).

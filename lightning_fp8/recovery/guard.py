@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
-from lightning_fp8.recovery.verdict import Culprit, Finding, Judge, Layout, Thresholds, local_values
+from lightning_fp8.recovery.verdict import NO_LOSS, REJECTED, Culprit, Finding, Judge, Layout, Thresholds, local_values
 
 Mode = Literal["auto", "fast", "exact"]
 
@@ -102,6 +102,7 @@ class StepGuard:
         self._batches: list[Tensor] = []
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._rejected = 0
+        self._unhealthy: Tensor | None = None
         self._pending: list[_Pending] = []
 
     def _judge(self, optimizer: Optimizer, names: dict[int, str], group: dist.ProcessGroup | None) -> Judge:
@@ -115,7 +116,7 @@ class StepGuard:
     def begin(self) -> None:
         """A step's first forward is about to begin."""
         self._buffers.remember()
-        self._losses, self._batches, self._rejected = [], [], 0
+        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
 
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
@@ -135,12 +136,16 @@ class StepGuard:
         Returns:
             ``loss`` as NaN, with a NaN gradient on every path, so that this rank takes part in backward like any other.
         """
-        self._rejected = 1
+        self._rejected = REJECTED
         return loss * float("nan")
+
+    def reject_where(self, flag: Tensor) -> None:
+        """Count this step as bad where ``flag`` (bool ``[]`` on the device) says so; the host is not asked."""
+        self._unhealthy = flag if self._unhealthy is None else self._unhealthy | flag
 
     def reject_step(self) -> None:
         """Leave this step out, where there is no loss to reject; backward may run or not."""
-        self._rejected = 1
+        self._rejected = REJECTED
 
     @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
@@ -161,7 +166,7 @@ class StepGuard:
         loss = self._loss(judge)
         amax, last_amax = (self.fp8.amax(), self.fp8.last_amax()) if self.fp8.names else (None, None)
         batch = torch.stack(self._batches).sum() if self._batches else None
-        self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected)
+        self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected, self._unhealthy)
         pending = _Pending(index, self.flag, judge.message, judge.scores, context)
         # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
         if self.fast and optimizer.state:
@@ -176,7 +181,7 @@ class StepGuard:
             if not self.accepted:
                 self._skip_on_host(optimizer)
         self._pending.append(pending)
-        self._losses, self._batches, self._rejected = [], [], 0
+        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
         return self.accepted
 
     def outcomes(self, *, everything: bool = True) -> list[Outcome]:
@@ -240,7 +245,7 @@ class StepGuard:
         if not self._losses:
             if any(parameter.grad is not None for parameter in judge.parameters):
                 return torch.zeros((), device=judge.device)
-            self._rejected = self._rejected or 2
+            self._rejected = self._rejected or NO_LOSS
             return None
         losses = [loss if scale is None else loss / scale for loss, scale in self._losses]
         return torch.stack([loss.to(judge.device, torch.float32) for loss in losses]).sum()

@@ -27,6 +27,8 @@ from lightning_fp8.recipes import ROLES
 MAD_TO_SIGMA = 1.4826
 #: What the statistics follow: the largest loss over the ranks, and the largest norm of the gradients.
 SIGNALS = ("loss", "grad_norm")
+#: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so.
+REJECTED, NO_LOSS, UNHEALTHY = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class Culprit:
     """One thing that was wrong with a step.
 
     Attributes:
-        what: ``nonfinite``, ``spike``, ``amax_jump``, ``rejected`` (by the user) or ``no_loss``.
+        what: ``nonfinite``, ``spike``, ``amax_jump``, ``health`` (a monitor said so), ``rejected`` (the user did) or
+            ``no_loss``.
         where: a layer's or parameter's qualified name, or ``batch``, ``loss`` or ``grad_norm``.
         role: of an operand ``input``, ``weight``, ``grad_output``; of a parameter ``weight``, ``gradient``; else as
             ``where``.
@@ -156,7 +159,7 @@ class Finding:
     @property
     def finite(self) -> bool:
         """A suspicion (a spike), not a fact."""
-        return all(culprit.what in ("spike", "amax_jump") for culprit in self.culprits)
+        return all(culprit.what in ("spike", "amax_jump", "health") for culprit in self.culprits)
 
     @property
     def deliberate(self) -> bool:
@@ -193,10 +196,11 @@ class Layout:
             loss_scaled: a scaler lowers the loss scale when gradients overflow.
         """
         losses, batches, operands, rejections, norms, amaxes, jumps = self.split(message)
+        codes = list(enumerate(rejections.tolist()))
         culprits = [
-            Culprit("no_loss" if code > 1 else "rejected", "loss", "loss", math.nan, (rank,))
-            for rank, code in enumerate(rejections.tolist())
-            if code > 0
+            Culprit("no_loss" if code == NO_LOSS else "rejected", "loss", "loss", math.nan, (rank,))
+            for rank, code in codes
+            if code in (REJECTED, NO_LOSS)
         ]
         ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
         bad_operands = [
@@ -225,6 +229,8 @@ class Layout:
                 if score > thresholds.spike:
                     spiked = (int(losses.argmax()),) if signal == "loss" else ()
                     culprits.append(Culprit("spike", signal, signal, score, spiked))
+        if (unhealthy := tuple(rank for rank, code in codes if code == UNHEALTHY)) and not culprits:
+            culprits.append(Culprit("health", "loss", "loss", math.nan, unhealthy))
         return Finding(
             culprits,
             loss=losses.max().item(),
@@ -286,6 +292,7 @@ class Judge:
         amax: Tensor | None = None,
         last_amax: Tensor | None = None,
         rejected: int = 0,
+        unhealthy: Tensor | None = None,
     ) -> Tensor:
         """The verdict on the step whose gradients the parameters hold.
 
@@ -294,7 +301,8 @@ class Judge:
             batch: not finite where this rank's data holds NaN or Inf, ``[]``; named in findings, no fault by itself.
             amax: of this step, fp32 ``[layers, roles]``, negative where not seen.
             last_amax: of the last accepted step, the same.
-            rejected: 1: this rank rejects the step; 2: because it had no loss.
+            rejected: 0, :data:`REJECTED` or :data:`NO_LOSS`.
+            unhealthy: bool ``[]``: a monitor rejects the step.
 
         Returns:
             bool ``[]`` on the device, the same on all ranks: True where the step must not be taken.
@@ -305,6 +313,8 @@ class Judge:
         if loss is not None:
             losses[self.rank].copy_(_nonfinite_to_inf(loss.detach().float()))
         rejections[self.rank].fill_(float(rejected))
+        if unhealthy is not None and not rejected:
+            rejections[self.rank].copy_(unhealthy * UNHEALTHY)
         norm_part.copy_(_nonfinite_to_inf(norms))
         batches[self.rank].copy_(~torch.isfinite(batch) if batch is not None else torch.zeros(()))
         operands[self.rank].fill_(0.0)

@@ -240,3 +240,25 @@ def test_under_a_grad_scaler(fused):
     assert [finding is not None for finding in findings] == [False, False, False, True, False]
     assert findings[3].culprits[0].where == "loss" and not findings[3].overflow and scaler.get_scale() == 8.0
     assert findings[3].loss < 5e3, "the loss is told unscaled"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+def test_a_monitor_can_reject_a_step_without_the_host(name):
+    model = make_model(False)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    guard = StepGuard(model, [optimizer])
+    train(model, optimizer, make_batches(2), guard)
+    before = everything(model, optimizer)
+    for flag in (True, False):
+        guard.begin()
+        loss = model(make_batches(1)[0]).square().mean()
+        guard.observe(loss)
+        loss.backward()
+        guard.reject_where(torch.tensor(False))
+        guard.reject_where(torch.tensor(flag))
+        guard.decide(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert equal(before, everything(model, optimizer)) == flag
+    first, second = guard.outcomes()
+    assert first.finding.culprits[0].what == "health" and not first.finding.deliberate and second.finding is None

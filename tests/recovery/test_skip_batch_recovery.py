@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Precision
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
+from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
 from lightning_fp8.recovery.events import read_events
 
@@ -412,3 +413,17 @@ def test_validation_in_between_and_a_second_fit(tmp_path):
         trainer.fit_loop.epoch_loop.max_steps = 40
         trainer.fit(model, make_loader(), make_loader(64))
     assert len(rejected(callback)) == 1 and trainer.global_step == 40 and math.isfinite(test_loss(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_health_monitor_hands_its_events_over(tmp_path, mode):
+    class Scaled(TwoBlocks):
+        def loss(self, batch):
+            factor = 6.0 if self.training and self.trainer.global_step == 30 else 1.0
+            return super().loss([batch[0] * factor, batch[1] * factor])
+
+    monitor = FP8HealthMonitor("recover", progress_bar=False)
+    callback = recovery(spike=None, amax_jump=None)
+    fit(tmp_path, [monitor, callback], model=Scaled(MODES[mode]), plugins=[FP8Precision()], max_steps=40)
+    assert [(event["step"], event["verdict"]) for event in rejected(callback)] == [(30, "health")]
+    assert monitor.events[0].step == 30
