@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lightning_fp8 import operators  # noqa: F401 (registers torch.ops.lightning_fp8.scaled_linear)
+from lightning_fp8.callbacks.communication import FP8Communication
+from lightning_fp8.fsdp_precision import FP8FSDPPrecision
 from lightning_fp8.model import convert_model, revert_model, step
 from lightning_fp8.precision import FP8Precision
 from lightning_fp8.recipes import (
@@ -14,12 +16,15 @@ from lightning_fp8.recipes import (
     TensorwiseScaling,
 )
 from lightning_fp8.selection import LayerSelection
+from lightning_fp8.shard import shard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockwiseScaling",
     "DelayedScaling",
+    "FP8Communication",
+    "FP8FSDPPrecision",
     "FP8Precision",
     "LayerSelection",
     "MXFP8Scaling",
@@ -28,5 +33,6 @@ __all__ = [
     "TensorwiseScaling",
     "convert_model",
     "revert_model",
+    "shard",
     "step",
 ]

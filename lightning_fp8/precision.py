@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fp8.backends import Backend
@@ -21,6 +23,7 @@ from lightning_fp8.recipes import Recipe
 from lightning_fp8.rng import gather_rng_states, restore_own_rng_state
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.settings import FP8Settings
+from lightning_fp8.shard import shard
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class TrainerPrecision:
 
     def __str__(self) -> str:
         # Lightning names a plugin it refuses by this string: the place to say what is right there.
-        return f"{self!r} ({self._elsewhere}; FSDPStrategy does not run FP8 yet: use DDPStrategy)"
+        return f"{self!r} ({self._elsewhere}; for FSDPStrategy use lightning_fp8.FP8FSDPPrecision)"
 
     # --- what users call
 
@@ -77,6 +80,34 @@ class TrainerPrecision:
         trainer = getattr(module, "_trainer", None)
         self._module = module
         self._conversions = self.settings.convert(module, trainer.strategy.root_device if trainer is not None else None)
+        return module
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+        """Convert ``module`` and shard it over ``mesh``, in place, for use inside ``configure_model``.
+
+        Args:
+            module: the LightningModule, or a part of it. Of a LightningModule the methods for steps of training and
+                evaluation count as forward methods: they find its own parameters gathered.
+            mesh: ``self.device_mesh`` under ``ModelParallelStrategy``.
+            options: those of :func:`lightning_fp8.shard` that are not settings of this plugin. ``mp_policy`` is by
+                default the plugin's precision, with gradients reduced in fp32.
+        """
+        settings, policy = self.settings, self.settings.policy
+        policy.convert_module(module)
+        options.setdefault("mp_policy", MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32))
+        shard(
+            module,
+            mesh,
+            recipe=settings.recipe,
+            backend=settings.backend,
+            layers=settings.layers,
+            tokens=settings.tokens,
+            autocast_only=policy.mixed,
+            **options,
+        )
+        _register_steps(module)
+        self._module = module
+        self._conversions = conversions(module)
         return module
 
     def summary(self) -> str:
@@ -250,6 +281,17 @@ class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]
     Raises:
         ValueError: a setting is unknown or out of range, or the recipe cannot run here.
     """
+
+
+def _register_steps(module: nn.Module) -> None:
+    """Let FSDP2 gather a LightningModule's own parameters for the steps that Lightning calls instead of ``forward``."""
+    if not isinstance(module, FSDPModule):
+        return
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
+        # The base class of all LightningModules has the methods too; whoever does not override them has no such step.
+        if owner is not None and owner.__name__ != "LightningModule" and name not in vars(module):
+            register_fsdp_forward_method(module, name)
 
 
 def _saved_in_mid_epoch(checkpoint: dict[str, Any]) -> bool:

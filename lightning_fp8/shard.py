@@ -1,4 +1,4 @@
-"""``shard``: FP8 layers, tensor parallelism, checkpointed activations, FSDP2 and FP8 on the wire, in the right order."""
+"""``shard``: FP8 layers, tensor parallelism, checkpointed activations, FSDP2 and FP8 messages, in the right order."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def shard(
     recipe: Recipe | Mapping[str, Any] | str = "delayed",
     backend: Backend | str = "auto",
     layers: LayerSelection | Literal["auto"] = "auto",
+    tokens: int | None = None,
     autocast_only: bool = False,
     tensor_parallel: Mapping[str, ParallelStyle] | None = None,
     blocks: Sequence[str] | None = None,
@@ -58,7 +59,11 @@ def shard(
         mesh: one-dimensional, or with a dimension ``"tensor_parallel"`` (or ``"tp"``) behind the data-parallel one, as
             Lightning's ``self.device_mesh``. Of two data-parallel dimensions the first replicates and the second
             shards (HSDP). It holds all ranks.
-        recipe, backend, layers, autocast_only: as in :func:`~lightning_fp8.convert_model`.
+        recipe: as in :func:`~lightning_fp8.convert_model`, as are the next four.
+        backend: native or torchao.
+        layers: which layers become FP8.
+        tokens: for ``layers="auto"``.
+        autocast_only: FP8 under ``torch.autocast`` only.
         tensor_parallel: styles by module name, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them;
             for FP8 layers those of :mod:`lightning_fp8.comm.tensor_parallel`.
         blocks: names of the modules to shard one by one; by default the children of the largest ``ModuleList`` or
@@ -88,7 +93,9 @@ def shard(
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
     device = torch.device(mesh.device_type)
-    convert_model(module, recipe, backend=backend, layers=layers, autocast_only=autocast_only, device=device)
+    convert_model(
+        module, recipe, backend=backend, layers=layers, tokens=tokens, autocast_only=autocast_only, device=device
+    )
     if tensor_parallel and tensor_mesh is not None:
         parallelize_module(module, tensor_mesh, dict(tensor_parallel))
     if activation_checkpointing:
@@ -160,12 +167,13 @@ def _check(
     sharded = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
     if sharded is not None:
         raise ValueError(
-            f"{sharded!r} is sharded already: call shard() on the whole module, before fully_shard or parallelize_module."
+            f"{sharded!r} is sharded already: call shard() on the whole module, before fully_shard or "
+            "parallelize_module."
         )
     ranks = torch.distributed.get_world_size()
     if mesh.size() != ranks:
         raise ValueError(
-            f"The mesh holds {mesh.size()} of {ranks} ranks: FP8 scales are agreed on by all ranks, so it must hold all."
+            f"The mesh holds {mesh.size()} of {ranks} ranks: all ranks agree on FP8 scales, so it must hold all."
         )
     if tensor_parallel and tensor_mesh is None:
         raise ValueError(

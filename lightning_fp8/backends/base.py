@@ -59,6 +59,12 @@ class Runtime:
         """The statistics of all converted layers."""
         return self.scaling.table
 
+    def to(self, device: torch.device) -> None:
+        """Move scales and statistics; for weights that moved without their modules."""
+        self.scaling.to(device)
+        for state in self.states:
+            state.link()
+
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         """A training step begins after a completed optimizer step: move the scales.
 

@@ -60,7 +60,8 @@ def communicate_fsdp_in_fp8(
         codec: the blocks of gradients, and of weights under recipes with finer scales than one a weight.
         min_numel: collectives of fewer values go without FP8.
         dtype: the ``param_dtype`` of FSDP's mixed precision.
-        grad_traffic, param_traffic: count the bytes.
+        grad_traffic: counts the gradients' bytes.
+        param_traffic: counts the weights'.
 
     Raises:
         ValueError: ``model`` holds no FSDP module, or ``param`` was asked for and no layer's weight can go in FP8.
@@ -104,6 +105,12 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
         and isinstance(layer.weight, DTensor)
         and uses[id(layer.weight)] == 1
     ]
+
+
+def shard_ranks(parameter: nn.Parameter) -> int:
+    """How many ranks share the shards of a parameter that FSDP2 sharded."""
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.size(1 if _is_replicated(parameter) else 0)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:

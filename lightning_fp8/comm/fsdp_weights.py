@@ -115,8 +115,7 @@ class FP8AllGather:
         traffic: counts the bytes.
 
     Attributes:
-        fp8_numel: FP8 weights in the module, of all ranks together.
-        other_numel: its other parameters.
+        parameters: what the module gathers, in FSDP's order, each with whether it travels in FP8.
     """
 
     def __init__(
@@ -136,11 +135,14 @@ class FP8AllGather:
         self._leads = leads
         owners = {id(layer.weight): layer for layer in layers}
         self._parameters = [(parameter, owners.get(id(parameter))) for parameter in managed_parameters(module)]
-        self.fp8_numel = sum(parameter.numel() for parameter, layer in self._parameters if layer is not None)
-        self.other_numel = sum(parameter.numel() for parameter, layer in self._parameters if layer is None)
-        if self.fp8_numel < min_numel:
+        if sum(parameter.numel() for parameter, layer in self._parameters if layer is not None) < min_numel:
             self._parameters = [(parameter, None) for parameter, _ in self._parameters]
         self._layouts: dict[int, list[_Segment]] = {}
+
+    @property
+    def parameters(self) -> list[tuple[nn.Parameter, bool]]:
+        """See above."""
+        return [(parameter, layer is not None) for parameter, layer in self._parameters]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer; part of FSDP's protocol."""
@@ -265,6 +267,11 @@ def managed_parameters(module: nn.Module) -> list[nn.Parameter]:
 
     visit(module)
     return list(parameters.values())
+
+
+def local_numel(parameters: Iterable[Tensor]) -> int:
+    """Values that this rank holds of ``parameters``."""
+    return sum(_local(parameter).numel() for parameter in parameters)
 
 
 def _merge(segments: Iterable[_Segment]) -> list[_Segment]:

@@ -125,11 +125,7 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
 
     def _exchange(self, collectives: FP8Collectives, mesh: DeviceMesh) -> _Exchange:
         layout = self.input_layouts[0]
-        enter: Callable[[Tensor], Tensor]
-        if isinstance(layout, Shard):
-            enter = _Gather(collectives, layout.dim)
-        else:
-            enter = _Copy(collectives.group)
+        enter = _Gather(collectives, layout.dim) if isinstance(layout, Shard) else _Copy(collectives.group)
         return _Exchange(mesh, layout, enter, _keep, self.output_layouts[0], self.use_local_output, False, None)
 
 
@@ -159,11 +155,7 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
 
     def _exchange(self, collectives: FP8Collectives, mesh: DeviceMesh) -> _Exchange:
         layout = self.output_layouts[0]
-        leave: Callable[[Tensor], Tensor]
-        if isinstance(layout, Shard):
-            leave = _SumAndScatter(collectives, layout.dim)
-        else:
-            leave = _Sum(collectives.group)
+        leave = _SumAndScatter(collectives, layout.dim) if isinstance(layout, Shard) else _Sum(collectives.group)
         # A bias is added to a part of the sequence only: its gradient is a sum over the ranks.
         share = _Copy(collectives.group) if isinstance(layout, Shard) else _keep
         return _Exchange(mesh, self.input_layouts[0], _keep, leave, layout, self.use_local_output, True, share)
@@ -238,7 +230,7 @@ def _keep(x: Tensor) -> Tensor:
 
 
 class _Function:
-    """A differentiable exchange; ``torch.compile`` leaves it to eager code, for its messages are no graph operations."""
+    """A differentiable exchange; ``torch.compile`` leaves it to eager code: its messages are no graph operations."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> None:
         self._forward = forward
