@@ -6,6 +6,7 @@ lightning-fp8 fit --config examples/gpt/fp8.yaml --trainer.plugins.recipe rowwis
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -19,6 +20,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 USER_ERRORS = (ValueError, TypeError, ImportError, FileNotFoundError, MisconfigurationException)
 """What a class may raise on a wrong argument; the exceptions of training itself keep their traceback."""
+
+
+COMMANDS = {
+    "doctor": "lightning_fp8.tuning.commands:doctor",
+    "advise": "lightning_fp8.tuning.commands:advise",
+    "bench": "lightning_fp8.tuning.commands:bench",
+    "inspect": "lightning_fp8.report.inspect:main",
+}
+"""The commands that are none of Lightning's, each a function of its words that returns the exit code."""
 
 
 class OneLineParser(LightningArgumentParser):
@@ -38,7 +48,10 @@ class FP8CLI(LightningCLI):
     parser: LightningArgumentParser
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
-        description = "Train, validate, test and predict with Lightning in FP8."
+        description = (
+            "Train, validate, test and predict with Lightning in FP8. Further commands, each with its own --help: "
+            f"{', '.join(COMMANDS)}."
+        )
         super().__init__(
             parser_class=OneLineParser,
             parser_kwargs={"prog": "lightning-fp8", "description": description},
@@ -155,5 +168,10 @@ def main(args: Sequence[str] | None = None) -> int:
     # a console script does not have the working directory on its path: a user's own classes are there
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    words = sys.argv[1:] if args is None else list(args)
+    if words and words[0] in COMMANDS:
+        module, function = COMMANDS[words[0]].split(":")
+        code: int = getattr(importlib.import_module(module), function)(words[1:])
+        return code
     FP8CLI(args)
     return 0

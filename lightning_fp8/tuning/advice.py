@@ -1,4 +1,4 @@
-"""What FP8 would gain for a model, from measured times of linear layers; no GPU is needed, nor memory for the weights."""
+"""What FP8 would gain for a model, from measured times of linear layers; neither a GPU nor the weights are needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.tuning.choice import Source, keep_faster
 from lightning_fp8.tuning.peaks import Peak
 
-# The rest of a step, as it was on one H200 in a stack of eight Llama-3-8B blocks (2 x 8192 tokens, compiled, bf16, fused
-# AdamW): 366 ms, of which 262 for products, 66 attention, 25 pointwise and reductions, 11 the optimizer.
+# The rest of a step, as it was on one H200 in a stack of eight Llama-3-8B blocks (2 x 8192 tokens, compiled, bf16,
+# fused AdamW): 366 ms, of which 262 for products, 66 attention, 25 pointwise and reductions, 11 the optimizer.
 #: Share of the bf16 peak that attention reaches, forward and backward, a causal mask counted as half.
 _ATTENTION_EFFICIENCY = 0.5
 #: FLOPs of attention forward and backward over those forward (flash attention computes the scores again).
@@ -25,7 +25,7 @@ _ATTENTION_BACKWARD = 3.5
 _PASSES = 5
 #: Share of the memory's peak bandwidth that pointwise kernels reach.
 _COPY_EFFICIENCY = 0.85
-#: Bytes an AdamW step moves a parameter, in parameter sizes: parameter and both moments read and written, gradient read.
+#: What an AdamW step moves for a parameter, in its size: it and both moments read and written, the gradient read.
 _OPTIMIZER_PASSES = 7
 #: Share of the memory's peak bandwidth that the fused optimizer reaches.
 _OPTIMIZER_EFFICIENCY = 0.55
@@ -110,7 +110,7 @@ class Advice:
         linear = sum(la.bf16_ms for la in self.layers)
         return "\n".join(
             [
-                f"{self.recipe} on {self.gpu}: {gains} of {len(self.layers)} linear layers gain; times from {self.origin}.",
+                f"{self.recipe} on {self.gpu}: {gains} of {len(self.layers)} linear layers gain, by {self.origin}.",
                 *lines,
                 f"A bf16 step, estimated: {self.bf16_ms:.2f} ms (linear layers {linear:.2f}{rest}).",
                 f"With FP8: {self.fp8_ms:.2f} ms, x{self.speedup:.2f}.",
@@ -146,12 +146,13 @@ def advise(
     rows = {name: seen.rows.get(name, 0) if inputs is not None else tokens for name in layers}
     tokens = max(rows.values(), default=tokens) if inputs is not None else tokens
     advice = []
-    for decision in keep_faster(LayerSelection().decide(model, recipe), model, source, max(tokens, 1)):
+    candidates = LayerSelection().decide(model, recipe)
+    possible = {decision.name for decision in candidates if decision.converted}
+    for decision in keep_faster(candidates, model, source, max(tokens, 1)):
         layer, count = layers[decision.name], rows[decision.name]
         where = (count, layer.in_features, layer.out_features)
         bf16 = source.times.milliseconds("bf16", *where) if count else 0.0
-        possible = decision.converted or decision.reason.startswith("FP8 would")
-        fp8 = source.times.milliseconds(source.variant, *where) if count and possible else None
+        fp8 = source.times.milliseconds(source.variant, *where) if count and decision.name in possible else None
         advice.append(
             LayerAdvice(
                 decision.name,

@@ -17,12 +17,21 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
 from lightning_fp8.model import conversions, convert_model
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
 #: Losses noted before timing.
 FIRST_STEPS = 6
+
+#: What variants may name before the colon.
+BACKENDS: dict[str, Backend] = {
+    "native": NativeBackend(),
+    "fbgemm": NativeBackend(gemm="fbgemm"),
+    "torchao": TorchaoBackend(),
+    "transformer_engine": TransformerEngineBackend(),
+}
 
 #: Converts a decoder in a way of its own, and returns what makes the context of its forward.
 Preparation = Callable[[Decoder], Callable[[], AbstractContextManager[Any]]]
@@ -153,7 +162,7 @@ def build_step(
     elif name != "bf16":
         backend, _, recipe = name.removesuffix("-auto").rpartition(":")
         layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
-        convert_model(model, recipe, backend=backend or "native", layers=layers, tokens=shape.tokens)
+        convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
         context = conversions(model)[0].runtime.forward_context
     if mode != "-eager":
         compile_blocks(model, "reduce-overhead" if mode == "-graphs" else None)
