@@ -1,0 +1,283 @@
+"""Speed and cost of a run: :class:`FP8Throughput`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_fp8.model import conversions
+from lightning_fp8.tuning.flops import Flops, StepFlops
+from lightning_fp8.tuning.peaks import Peak, peak_of
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16)
+
+
+class FP8Throughput(Callback):
+    """Logs tokens or samples per second, TFLOP/s, MFU and what a billion tokens cost.
+
+    Every ``every_n_steps`` optimizer steps, to all loggers, under ``throughput/``:
+
+    - ``tokens_per_second`` or ``samples_per_second``: of all devices (each data-parallel rank is taken to have batches
+      of the same size), ``..._per_device`` of one, and ``steps_per_second``.
+    - ``tflops_per_device``: model FLOPs a second.
+    - ``mfu``: the least time that the device's dense peaks allow for these FLOPs, those of FP8 layers at the FP8 peak
+      and all others at the bf16 peak, over the time they took. GPUs with known peaks only.
+    - ``cost_per_billion_tokens`` (or ``..._samples``), where a price is given.
+
+    Time is taken on the device by events that are read a batch later: no step waits. Validation does not count, nor
+    does the first step, which compiles.
+
+    Args:
+        every_n_steps: optimizer steps between readings; ``None``: the Trainer's ``log_every_n_steps``.
+        unit: what is counted: ``"tokens"`` are the numbers in the first integer tensor with two dimensions in a batch,
+            ``"samples"`` the first dimension of its first tensor; ``"auto"``: tokens where there is such a tensor.
+        count: ``count(batch)``: units in one batch on this device, instead.
+        flops: ``flops(batch)``: FLOPs of one batch on this device, forward and backward, as one number (taken as high
+            precision) or as ``(fp8, high)``. By default they are counted in the first batch of a run, for which
+            compiled modules run eagerly; batches of other sizes count in proportion to their units.
+        peak: dense peaks of the device in TFLOP/s, ``(bf16, fp8)``; by default from the GPU's name.
+        price_per_device_hour: of one device, in any currency.
+
+    Attributes:
+        metrics: the last reading.
+
+    Raises:
+        ValueError: a number is not positive, or the unit is unknown.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        unit: Literal["auto", "tokens", "samples"] = "auto",
+        count: Callable[[Any], int] | None = None,
+        flops: Callable[[Any], float | tuple[float, float]] | None = None,
+        peak: tuple[float, float] | None = None,
+        price_per_device_hour: float | None = None,
+    ) -> None:
+        numbers = {"every_n_steps": every_n_steps, "price_per_device_hour": price_per_device_hour}
+        numbers |= {"peak": min(peak) if peak else None}
+        for name, number in numbers.items():
+            if number is not None and number <= 0:
+                raise ValueError(f"{name} must be positive, got {number!r}.")
+        if unit not in ("auto", "tokens", "samples"):
+            raise ValueError(f"unit must be 'auto', 'tokens' or 'samples', got {unit!r}.")
+        if unit == "auto" and count is not None:
+            raise ValueError("count needs a unit: unit='tokens' or unit='samples'.")
+        self.every_n_steps = every_n_steps
+        self.unit: str = unit
+        self.count = count
+        self.flops = flops
+        self.peak = peak
+        self.price_per_device_hour = price_per_device_hour
+        self.metrics: dict[str, float] = {}
+        self._counted: tuple[Flops, int] | None = None
+        self._counting: StepFlops | None = None
+        self._stance: Any = None
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._clock = _Clock(torch.device("cpu"))
+        self._units = 0
+        self._done = Flops(0.0, 0.0)
+        self._first_step: int | None = None
+        self._pending: tuple[list[tuple[Any, Any]], dict[str, float], Flops, int] | None = None
+
+    # Hooks
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_run()
+        self._clock = _Clock(trainer.strategy.root_device)
+        self._start_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.flops is None and self._counted is None:
+            self._counting = StepFlops(_fp8_layers(pl_module))
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+            self._counting.__enter__()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        # Backward is counted by its forward; what checkpointing computes again is none of the model's.
+        if self._counting is not None:
+            self._counting.stop()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._counting is not None and not pl_module.automatic_optimization:  # Another forward may follow.
+            self._counting.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._read(trainer)
+        units = self._units_of(batch)
+        if self._counting is not None:
+            flops = self._stop_counting()
+            self._counted = flops, max(units, 1)
+        if trainer.global_step == self._start_step:
+            return  # Gradients of the first step still accumulate.
+        if self._first_step is None:
+            self._first_step = trainer.global_step
+            self._clock.start()
+            return
+        self._units += units
+        done = self._flops_of(batch, units)
+        self._done = Flops(self._done.fp8 + done.fp8, self._done.high + done.high)
+        steps = trainer.global_step - self._first_step
+        if steps >= (self.every_n_steps or max(trainer.log_every_n_steps, 1)):
+            self._clock.stop()
+            numbers = {"units": float(self._units), "steps": float(steps), "replicas": float(_replicas(trainer))}
+            log_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._pending = (self._clock.take(), numbers, self._done, log_step)
+            self._units, self._done, self._first_step = 0, Flops(0.0, 0.0), trainer.global_step
+            self._clock.start()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._clock.stop()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._first_step is not None:
+            self._clock.start()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._counting is not None:
+            self._stop_counting()
+
+    def state_dict(self) -> dict[str, Any]:
+        # A resumed run does not count again: its first batch runs compiled, as it did in the run that goes on.
+        if self._counted is None:
+            return {}
+        flops, units = self._counted
+        return {"fp8": flops.fp8, "high": flops.high, "units": units}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self._counted = Flops(state_dict["fp8"], state_dict["high"]), state_dict["units"]
+
+    # How
+
+    def _stop_counting(self) -> Flops:
+        counting, self._counting = self._counting, None
+        if counting is None:
+            return Flops(0.0, 0.0)
+        counting.stop()
+        self._stance.__exit__(None, None, None)
+        return counting.flops
+
+    def _units_of(self, batch: Any) -> int:
+        if self.count is not None:
+            return int(self.count(batch))
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        tokens = next((t for t in tensors if t.ndim == 2 and t.dtype in _INTEGERS), None)
+        if self.unit == "auto":
+            self.unit = "tokens" if tokens is not None else "samples"
+        if self.unit == "tokens":
+            return tokens.numel() if tokens is not None else 0
+        return tensors[0].shape[0] if tensors else 0
+
+    def _flops_of(self, batch: Any, units: int) -> Flops:
+        if self.flops is not None:
+            given = self.flops(batch)
+            return Flops(*given) if isinstance(given, tuple) else Flops(0.0, float(given))
+        if self._counted is None:
+            return Flops(0.0, 0.0)
+        flops, of = self._counted
+        return Flops(flops.fp8 * units / of, flops.high * units / of)
+
+    def _read(self, trainer: pl.Trainer) -> None:
+        """Look at the interval that ended with the batch before, and log it."""
+        if self._pending is None:
+            return
+        (spans, numbers, flops, step), self._pending = self._pending, None
+        seconds = self._clock.seconds(spans)
+        if seconds <= 0:
+            return
+        per_device = numbers["units"] / seconds
+        whole = per_device * numbers["replicas"]
+        metrics = {
+            f"{self.unit}_per_second": whole,
+            f"{self.unit}_per_second_per_device": per_device,
+            "steps_per_second": numbers["steps"] / seconds,
+        }
+        if sum(flops):
+            metrics["tflops_per_device"] = sum(flops) / seconds / 1e12
+            peak = self._peak(trainer)
+            if peak is not None:
+                metrics["mfu"] = peak.ideal_seconds(*flops) / seconds
+        if self.price_per_device_hour is not None and whole:
+            hours = 1e9 / whole / 3600
+            metrics[f"cost_per_billion_{self.unit}"] = hours * trainer.world_size * self.price_per_device_hour
+        self.metrics = {f"throughput/{name}": value for name, value in metrics.items()}
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.log_metrics(self.metrics, step=step)
+
+    def _peak(self, trainer: pl.Trainer) -> Peak | None:
+        if self.peak is not None:
+            return Peak(*self.peak, bandwidth=float("nan"))
+        device = trainer.strategy.root_device
+        return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+class _Clock:
+    """Spans of time on a device, read when they are over: CUDA events, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def start(self) -> None:
+        """A span begins, if none runs."""
+        if self._begin is None:
+            self._begin = self._now()
+
+    def stop(self) -> None:
+        """The span that runs, if one does, ends."""
+        if self._begin is not None:
+            self._spans.append((self._begin, self._now()))
+            self._begin = None
+
+    def take(self) -> list[tuple[Any, Any]]:
+        """The spans so far; the clock keeps none of them."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def seconds(self, spans: list[tuple[Any, Any]]) -> float:
+        """Their length; waits for the last event."""
+        if self._device.type != "cuda":
+            return float(sum(end - begin for begin, end in spans))
+        for _, end in spans:
+            end.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _fp8_layers(model: nn.Module) -> list[nn.Linear]:
+    """The layers that multiply on FP8 tensor cores: emulated ones do so in high precision."""
+    native = [c for c in conversions(model) if c.support.kind == "native"]
+    states = {id(state) for conversion in native for state in conversion.runtime.states}
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and id(m.__dict__.get("fp8")) in states]
+
+
+def _replicas(trainer: pl.Trainer) -> int:
+    """How many ranks have batches of their own: under tensor parallelism fewer than there are devices."""
+    sampler: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(sampler.get("num_replicas", 1))

@@ -1,0 +1,269 @@
+"""FP8Throughput: what it counts, when it reads, and what it logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import FP8Precision, LayerSelection, convert_model
+from lightning_fp8.backends import Support
+from lightning_fp8.callbacks.throughput import FP8Throughput, _fp8_layers
+from lightning_fp8.model import conversions
+from lightning_fp8.tuning.flops import StepFlops
+from lightning_fp8.tuning.peaks import peak_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LENGTH, WIDTH = 16, 32
+
+
+class Net(pl.LightningModule):
+    """Token numbers through an embedding, a linear layer, attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.head = nn.Linear(2 * WIDTH, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.up(self.embedding(tokens)).unflatten(-1, (2, WIDTH)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.head(x.transpose(1, 2).flatten(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Memory(DummyLogger):
+    """Keeps what was logged under throughput/."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "throughput/steps_per_second" in metrics:
+            self.rows.append((step or 0, dict(metrics)))
+
+
+def fit(callback: FP8Throughput, steps: int = 7, **settings: Any) -> Memory:
+    memory = Memory()
+    data = DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
+    model = settings.pop("model", None) or Net()
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "plugins": [FP8Precision()],
+        "logger": memory,
+        "max_steps": steps,
+        "callbacks": [callback],
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    pl.Trainer(**(defaults | settings)).fit(model, data, settings.pop("val", None))
+    return memory
+
+
+def linear_flops(tokens: int, products: int = 3) -> tuple[int, int]:
+    """Of the layers up and head."""
+    return products * 2 * tokens * WIDTH * 2 * WIDTH, 3 * 2 * tokens * 2 * WIDTH * 64
+
+
+def attention_flops(batch: int) -> int:
+    """Both products, over the full square."""
+    return 3 * 2 * (2 * batch * 2 * LENGTH * LENGTH * WIDTH)
+
+
+def test_readings_come_a_batch_late_but_at_their_own_step_and_leave_out_the_first() -> None:
+    memory = fit(FP8Throughput(every_n_steps=2))
+    # Batches 0 | 1 2 | 3 4 | 5 6, filed under the last of each, as Lightning counts them.
+    assert [step for step, _ in memory.rows] == [2, 4, 6]
+
+
+def test_rates_agree_with_each_other_and_with_the_price() -> None:
+    callback = FP8Throughput(every_n_steps=2, price_per_device_hour=3.0)
+    row = fit(callback).rows[-1][1]
+    rate = row["throughput/tokens_per_second"]
+    assert rate == pytest.approx(row["throughput/steps_per_second"] * 4 * LENGTH)
+    assert row["throughput/cost_per_billion_tokens"] == pytest.approx(1e9 / rate / 3600 * 3.0)
+    flops = sum(linear_flops(4 * LENGTH)) + attention_flops(4)
+    assert row["throughput/tflops_per_device"] == pytest.approx(flops * row["throughput/steps_per_second"] / 1e12)
+    assert "throughput/mfu" not in row and callback.metrics == row
+
+
+def test_mfu_puts_fp8_and_high_precision_each_against_its_peak() -> None:
+    callback = FP8Throughput(every_n_steps=2, peak=(1.0, 2.0), flops=lambda batch: (8e12, 6e12))
+    row = fit(callback).rows[-1][1]
+    # 8 TFLOP at 2 TFLOP/s and 6 at 1 take 10 s at least.
+    assert row["throughput/mfu"] == pytest.approx(10 * row["throughput/steps_per_second"])
+
+
+def test_accumulated_batches_count_as_one_step() -> None:
+    row = fit(FP8Throughput(every_n_steps=1), steps=4, accumulate_grad_batches=2).rows[-1][1]
+    assert row["throughput/tokens_per_second"] == pytest.approx(2 * 4 * LENGTH * row["throughput/steps_per_second"])
+
+
+def test_validation_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lightning_fp8.callbacks.throughput.time.perf_counter", lambda: now[0])
+
+    class Slow(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            now[0] += 1.0
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            now[0] += 100.0
+
+    memory = Memory()
+    data = DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=9, val_check_interval=3, limit_val_batches=1, logger=memory,
+        callbacks=[FP8Throughput(every_n_steps=4)], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Slow(), data, data)
+    assert [row["throughput/steps_per_second"] for _, row in memory.rows] == [1.0, 1.0]
+
+
+def test_samples_and_a_count_of_ones_own() -> None:
+    counted = fit(FP8Throughput(every_n_steps=2, unit="samples")).rows[-1][1]
+    assert counted["throughput/samples_per_second"] == pytest.approx(4 * counted["throughput/steps_per_second"])
+    own = fit(FP8Throughput(every_n_steps=2, unit="tokens", count=lambda batch: 5)).rows[-1][1]
+    assert own["throughput/tokens_per_second"] == pytest.approx(5 * own["throughput/steps_per_second"])
+
+
+def test_any_logger_takes_it(tmp_path: Path) -> None:
+    fit(FP8Throughput(every_n_steps=2), logger=CSVLogger(tmp_path))
+    text = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "throughput/tokens_per_second" in text.splitlines()[0]
+
+
+def test_counting_changes_no_number_of_the_training_and_is_not_done_again_on_resume() -> None:
+    def trained(callback: FP8Throughput) -> Tensor:
+        pl.seed_everything(0)
+        model = Net()
+        fit(callback, model=model)
+        return model.up.weight.detach()
+
+    counting = FP8Throughput()
+    assert torch.equal(trained(counting), trained(FP8Throughput(flops=lambda batch: 1.0)))
+    resumed = FP8Throughput()
+    resumed.load_state_dict(counting.state_dict())
+    assert resumed._counted == counting._counted and resumed._counted is not None
+    resumed.on_train_batch_start(None, None, None, 0)  # type: ignore[arg-type]
+    assert resumed._counting is None
+
+
+def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(stage[0])
+        return graph.forward
+
+    stage = [0]
+
+    class Compiled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = torch.compile(lambda x: x * 2, backend=backend)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            stage[0] = batch_idx
+            return self.twice(super().training_step(batch, batch_idx))
+
+    fit(FP8Throughput(), steps=4, model=Compiled(), plugins=None)
+    assert graphs == [1]
+
+
+def test_a_failing_first_batch_leaves_nothing_behind() -> None:
+    class Failing(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise RuntimeError("no")
+
+    callback = FP8Throughput()
+    with pytest.raises(RuntimeError, match="no"):
+        fit(callback, model=Failing())
+    assert callback._counting is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"price_per_device_hour": -1.0}, "price_per_device_hour"),
+        ({"peak": (1.0, 0.0)}, "peak"),
+        ({"unit": "bytes"}, "unit"),
+        ({"count": len}, "unit"),
+    ],
+)
+def test_wrong_values(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        FP8Throughput(**settings)
+
+
+# --- what StepFlops counts
+
+
+def pretend_native(model: nn.Module) -> None:
+    for conversion in conversions(model):
+        conversion.support = Support("native", "for this test")
+
+
+def test_fp8_flops_are_those_of_native_layers_and_the_rest_is_not_counted_twice() -> None:
+    model = convert_model(Net())
+    assert not _fp8_layers(model)
+    pretend_native(model)
+    layers = _fp8_layers(model)
+    assert layers == [model.up]
+    tokens = torch.randint(64, (4, LENGTH))
+    with StepFlops(layers) as counter:
+        loss = model.training_step(tokens, 0)
+    loss.backward()
+    up, head = linear_flops(4 * LENGTH)
+    assert counter.flops == (up, head + attention_flops(4))
+
+
+def test_layers_that_train_nothing_have_fewer_products() -> None:
+    model = convert_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), layers=LayerSelection(head=True))
+    pretend_native(model)
+    model[0].requires_grad_(False)
+    with StepFlops(_fp8_layers(model)) as counter:
+        model(torch.randn(16, 32))
+    one = 2 * 16 * 32 * 32
+    assert counter.flops.fp8 == one * 1 + one * 2  # The second takes no gradient for its input.
+    assert counter.flops.high == 0
+
+
+def test_peaks_are_dense_and_by_name() -> None:
+    assert peak_of("NVIDIA H100 80GB HBM3") == peak_of("NVIDIA H100 80GB HBM3e")
+    assert peak_of("NVIDIA H100 PCIe") != peak_of("NVIDIA H100 80GB HBM3")
+    h200 = peak_of("NVIDIA H200")
+    assert h200 is not None and h200.ideal_seconds(1979e12, 989.5e12) == pytest.approx(2.0)
+    assert peak_of("NVIDIA B200") is not None and peak_of("Radeon") is None
+    assert peak_of("NVIDIA L40S") != peak_of("NVIDIA L4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_events_give_an_mfu_between_0_and_1() -> None:
+    row = fit(FP8Throughput(every_n_steps=2), accelerator="gpu", devices=1).rows[-1][1]
+    assert 0 < row.get("throughput/mfu", 0.5) < 1 and row["throughput/steps_per_second"] > 0
