@@ -3,7 +3,8 @@
 Five kinds of trouble:
 
 * ``nonfinite``: an operand held NaN or Inf;
-* ``spike``: an amax above ``spike`` times the mean of its last ``window`` steps;
+* ``spike``: an amax above ``spike`` times the mean of its last ``window`` steps, and beyond what this operand is used
+  to: the gradients of a small batch leap by more than others ever do;
 * ``scale_at_cap``: a scale has stood at its recipe's cap for ``patience`` steps, so that small values may vanish;
 * ``zero_gradient``: a layer's whole gradient has been zero for ``patience`` steps;
 * ``drift``: the recent mean lies more than ``drift`` powers of two above the long-run mean.
@@ -33,6 +34,8 @@ KINDS: tuple[Kind, ...] = ("nonfinite", "spike", "scale_at_cap", "zero_gradient"
 
 #: Steps that the long-run mean must have seen before drift is judged.
 _DRIFT_WARMUP = 100
+#: Steps that the noise of an operand remembers.
+_NOISE_HORIZON = 100
 #: Columns of a summary: place of the first operand (-1: none), its amax, what it is held against, how many there are.
 _PLACE, _AMAX, _REFERENCE, _COUNT = range(4)
 #: Columns of the details: amax, scale, mean of the window, what was found as a bit for each kind.
@@ -46,6 +49,8 @@ class HealthLimits:
     Attributes:
         spike: factor over the mean of the last ``window`` steps; ``None``: never.
         window: steps in that mean; nothing is called a spike before they are full.
+        sigmas: a spike also lies this many standard deviations above the mean, those of the operand's own upward noise
+            (of log2(amax), over about the last 100 steps); ``None``: the factor alone decides.
         patience: steps in a row for ``scale_at_cap`` and ``zero_gradient``.
         drift: powers of two between the recent mean and the long-run one; ``None``: never.
         horizon: steps that the long-run mean (of the amax's logarithm) remembers.
@@ -56,6 +61,7 @@ class HealthLimits:
 
     spike: float | None = 3.0
     window: int = 10
+    sigmas: float | None = 6.0
     patience: int = 10
     drift: float | None = 4.0
     horizon: int = 1000
@@ -63,6 +69,8 @@ class HealthLimits:
     def __post_init__(self) -> None:
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike is {self.spike}: give a factor above 1, or None for no check.")
+        if self.sigmas is not None and not 0 < self.sigmas < math.inf:
+            raise ValueError(f"sigmas is {self.sigmas}: give a number above 0, or None to let the factor alone decide.")
         if self.drift is not None and not 0 < self.drift < math.inf:
             raise ValueError(f"drift is {self.drift}: give a number of powers of two above 0, or None for no check.")
         if self.window < 1 or self.patience < 1 or self.horizon < _DRIFT_WARMUP:
@@ -159,6 +167,10 @@ class Health:
         ring: fp32 ``[layers, 3, window]``: the last amaxes.
         count: int64 ``[layers, 3]``: how many entered so far.
         trend: fp32 ``[layers, 3]``: long-run mean of log2(amax).
+        noise: fp32 ``[layers, 3]``: mean square of how far amax rose above the mean of its window, in powers of two.
+            A spike does not enter, nor do the steps after it in which the mean learns the new level.
+        noise_count: int64 ``[layers, 3]``: how many steps entered that.
+        calm: int64 ``[layers, 3]``: steps since the last spike.
         streaks: int64 ``[2, layers, 3]``: steps in a row at the cap, and of zero gradient.
         active: bool ``[kinds, layers, 3]``: what was found in the last committed step.
     """
@@ -178,6 +190,9 @@ class Health:
         self.ring = torch.zeros(*shape, limits.window, device=device)
         self.count = torch.zeros(shape, dtype=torch.int64, device=device)
         self.trend = torch.zeros(shape, device=device)
+        self.noise = torch.zeros(shape, device=device)
+        self.noise_count = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.calm = torch.full(shape, limits.window, dtype=torch.int64, device=device)
         self.streaks = torch.zeros(2, *shape, dtype=torch.int64, device=device)
         self.active = torch.zeros(len(KINDS), *shape, dtype=torch.bool, device=device)
         self._caps = caps.to(device)
@@ -208,7 +223,10 @@ class Health:
         filled = self.count.clamp(max=limits.window)
         mean = self.ring.sum(-1) / filled.clamp(min=1)
         full = filled == limits.window
-        bound = (limits.spike or math.inf) * mean
+        # The noise is taken to be as large downwards as upwards, and larger than seen where little was seen.
+        doubt = 1 + limits.window / self.noise_count.clamp(min=1)
+        usual = torch.exp2((limits.sigmas or 0.0) * doubt * (2 * self.noise).sqrt())
+        bound = mean * usual.clamp(min=limits.spike) if limits.spike is not None else torch.full_like(mean, math.inf)
         spike = usable & full & (mean > 0) & (amax > bound)
         now = torch.stack((usable & (scale >= self._caps), usable & (amax == 0) & self._is_gradient))
         streaks = torch.where(usable, (self.streaks + 1) * now, self.streaks)
@@ -219,8 +237,11 @@ class Health:
         begun = active & ~self.active
         begun[0] = active[0]
         references = torch.stack((mean, mean, scale, mean, torch.exp2(self.trend)))
-        clipped = torch.where(full & (mean > 0), torch.minimum(amax, bound), amax)
-        self._next = (usable, clipped, streaks, active)
+        settled = full & (mean > 0)
+        clipped = torch.where(settled, torch.minimum(amax, bound), amax)
+        calm = torch.where(spike, 0, self.calm + 1)
+        rise = torch.where(settled & (calm > limits.window), torch.log2(amax / mean).clamp(min=0), torch.nan)
+        self._next = (usable, clipped, rise, calm, streaks, active)
         summaries = self._gather(self._summarize(begun, amax, references))
         details = torch.stack((amax, scale, mean, (begun * self._bits).sum(0).float()), -1)
         found = (summaries[..., _PLACE] >= 0).any(0)
@@ -235,7 +256,7 @@ class Health:
         """
         if self._next is None:
             return
-        usable, clipped, streaks, active = self._next
+        usable, clipped, rise, calm, streaks, active = self._next
         self._next = None
         if kept is None:
             kept = torch.ones((), dtype=torch.bool, device=usable.device)
@@ -248,6 +269,11 @@ class Health:
         positive = enters & (clipped > 0)
         weight = 1.0 / self.count.clamp(min=1, max=self.limits.horizon)
         self.trend += torch.where(positive, (torch.log2(clipped.clamp(min=1e-38)) - self.trend) * weight, 0.0)
+        learns = enters & ~rise.isnan()
+        self.noise_count += learns
+        weight = 1.0 / self.noise_count.clamp(min=1, max=_NOISE_HORIZON)
+        self.noise += torch.where(learns, (rise.square() - self.noise) * weight, 0.0)
+        torch.where(enters, calm, self.calm, out=self.calm)
         torch.where(kept, streaks, self.streaks, out=self.streaks)
         torch.where(kept, active, self.active, out=self.active)
 
@@ -332,7 +358,7 @@ class Health:
                 mine[here] = state[name][there].to(mine.device)
 
 
-_STATE = ("ring", "count", "trend", "streaks", "active")
+_STATE = ("ring", "count", "trend", "noise", "noise_count", "calm", "streaks", "active")
 
 
 def _execution_keys(positions: Sequence[int]) -> Tensor:

@@ -61,6 +61,8 @@ class FP8HealthMonitor(LayerCallback):
             mapping from kinds to actions, where missing kinds are warned of. Loggers get a count of each kind.
         spike: an amax above this factor times the mean of the last ``window`` steps is a spike; ``None``: never.
         window: steps in that mean.
+        sigmas: a spike also lies this many standard deviations of the operand's own noise above the mean, for the
+            gradients of small batches leap in every run; ``None``: the factor alone decides.
         patience: steps in a row that a scale may stand at its cap, or a whole gradient be zero.
         drift: powers of two that the recent mean may lie above the long-run mean; ``None``: any.
         progress_bar: show the layer with the least headroom, and the number of skipped steps.
@@ -80,13 +82,14 @@ class FP8HealthMonitor(LayerCallback):
         *,
         spike: float | None = 3.0,
         window: int = 10,
+        sigmas: float | None = 6.0,
         patience: int = 10,
         drift: float | None = 4.0,
         progress_bar: bool = True,
     ) -> None:
         super().__init__()
         self.actions = _actions(action)
-        self.limits = HealthLimits(spike, window, patience, drift)
+        self.limits = HealthLimits(spike, window, sigmas, patience, drift)
         self.progress_bar = progress_bar
         self.events: list[HealthEvent] = []
         self.counts: Counter[str] = Counter()

@@ -89,6 +89,21 @@ def test_a_lasting_jump_is_one_event_and_a_later_one_is_another() -> None:
     assert len(run(planted(1, 0, 20.0))) == 1
 
 
+@pytest.mark.parametrize(("sigmas", "reports"), [(6.0, False), (None, True)])
+def test_what_an_operand_is_used_to_is_no_spike(sigmas: float | None, reports: bool) -> None:
+    run = Run(HealthLimits(sigmas=sigmas, drift=None))
+    noise = torch.Generator().manual_seed(0)
+    events = []
+    for _ in range(300):
+        amax = torch.ones(4, 3)
+        amax[0, 2] = torch.exp2(torch.randn((), generator=noise))
+        events += run(amax)
+    assert bool(events) == reports
+    # The quiet ones are watched as closely as ever, and a leap that is large even for the noisy one is told.
+    assert [event.layer for event in run(planted(1, 0, 4.0))] == ["b"]
+    assert [event.layer for event in run(planted(0, 2, 1e6))] == ["a"]
+
+
 def test_nothing_is_a_spike_before_the_window_is_full() -> None:
     run = Run()
     for number in range(10):
@@ -168,7 +183,9 @@ def test_a_model_without_linear_layers_is_well() -> None:
     assert not found.any() and health.events(health.unpack(message), [], 0) == []
 
 
-@pytest.mark.parametrize("bad", [{"spike": 1.0}, {"spike": math.nan}, {"window": 0}, {"patience": 0}, {"drift": -1.0}])
+@pytest.mark.parametrize(
+    "bad", [{"spike": 1.0}, {"spike": math.nan}, {"sigmas": 0.0}, {"window": 0}, {"patience": 0}, {"drift": -1.0}]
+)
 def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="|".join(bad)):
         HealthLimits(**bad)
