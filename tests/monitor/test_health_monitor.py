@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES
 
@@ -176,6 +177,23 @@ def test_steps_that_recovery_takes_back_do_not_count() -> None:
         TakeBack(), monitor, steps=10, plugin=precision()
     )  # Listed before the monitor, which sees the step all the same.
     assert monitor._health is not None and (monitor._health.count == 5).all()
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_beside_recovery_every_fault_is_one_event_and_one_skip(monitor_first: bool, mode: Any) -> None:
+    class Fused(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+
+    faults = [Fault(5, MIDDLE, "input", math.nan), Fault(8, FIRST, "grad_output", math.inf)]
+    monitor = FP8HealthMonitor("ignore")
+    recovery = SkipBatchRecovery(mode=mode, rewinds=0, snapshot_every=None, log=None)
+    pair = [monitor, recovery] if monitor_first else [recovery, monitor]
+    fit(*pair, Plant(*faults), steps=12, plugin=precision(), model=Fused())
+    assert [(e.step, e.layer, e.role) for e in monitor.events] == [(f.step, f.layer, f.role) for f in faults]
+    assert recovery.events.counts["rejected"] == 2
+    assert monitor._health is not None and (monitor._health.count[:, 0] == 10).all()
 
 
 def test_evaluation_sanity_checks_and_accumulation_do_not_disturb() -> None:
