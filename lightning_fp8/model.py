@@ -104,6 +104,8 @@ class Conversion:
         if self.step_pending:
             self.runtime.step(group)
             self.step_pending = False
+        if self.runtime.before_training is not None:
+            self.runtime.before_training()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors: enough to resume bit for bit."""
@@ -303,8 +305,9 @@ def _check_weights(model: nn.Module, names: list[str], sharded: bool) -> None:
             if sharded:
                 continue
             raise ValueError(
-                f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model, with "
-                "self.trainer.precision_plugin.convert(self)."
+                f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model. "
+                "self.trainer.precision_plugin.shard(self, self.device_mesh) does both in the right order, "
+                "self.trainer.precision_plugin.convert(self) the first alone; without a Trainer lightning_fp8.shard."
             )
         if is_lazy(weight) or weight.is_meta:
             continue

@@ -40,7 +40,7 @@ def shard(
     tensor_parallel: Mapping[str, ParallelStyle] | None = None,
     blocks: Sequence[str] | None = None,
     activation_checkpointing: bool = False,
-    compile: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     grad: Wire = "bf16",
@@ -69,7 +69,7 @@ def shard(
         blocks: names of the modules to shard one by one; by default the children of the largest ``ModuleList`` or
             ``Sequential`` that holds linear layers.
         activation_checkpointing: keep only each block's input, and compute the block again in backward.
-        compile: ``torch.compile`` each block.
+        compile: ``torch.compile`` each block; a mapping holds ``nn.Module.compile``'s options.
         mp_policy: FSDP2's mixed precision; by default parameters are gathered in bf16, and gradients reduced in fp32.
         reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward.
         grad: ``"fp8"`` reduces gradients in FP8.
@@ -102,17 +102,17 @@ def shard(
         for name in names:
             wrapped = checkpoint_wrapper(module.get_submodule(name), CheckpointImpl.NO_REENTRANT)
             module.set_submodule(name, wrapped)
+    if compile is not False:
+        options = {} if compile is True else dict(compile)
+        for name in names:
+            module.get_submodule(name).compile(**options)
     if data_mesh is None:
-        if compile:
-            _compile(module, names)
         return module
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if compile:
-        _compile(module, names)
-    options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    how: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     for name in names:
-        fully_shard(module.get_submodule(name), **options)
-    fully_shard(module, **options)
+        fully_shard(module.get_submodule(name), **how)
+    fully_shard(module, **how)
     for layer in module.modules():
         if isinstance(layer, Float8Linear):
             layer.fp8.follow(layer.weight)
@@ -200,8 +200,3 @@ def _block_names(module: nn.Module, blocks: Sequence[str] | None) -> list[str]:
     if unknown:
         raise ValueError(f"There are no modules {', '.join(map(repr, unknown))} in {type(module).__name__} to shard.")
     return list(blocks)
-
-
-def _compile(module: nn.Module, names: list[str]) -> None:
-    for name in names:
-        module.get_submodule(name).compile()

@@ -42,6 +42,9 @@ class Runtime:
         scaling: the layers' scales and statistics.
         states: each layer's own state, in the order of the table.
         forward_context: makes what surrounds forward and loss.
+
+    Attributes:
+        before_training: called as a training step begins.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Runtime:
         self.scaling = scaling
         self.states = states
         self.forward_context = forward_context
+        self.before_training: Callable[[], None] | None = None
 
     @property
     def table(self) -> StatisticsTable:

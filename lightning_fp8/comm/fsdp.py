@@ -6,7 +6,9 @@ The hooks are not recursive: every FSDP module is given its own.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
 from lightning_fp8.comm.fsdp_weights import FP8AllGather, GatheredScales, has_one_scale, managed_parameters
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.linear import Float8Linear, Float8State
+from lightning_fp8.model import conversions
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ def communicate_fsdp_in_fp8(
             module.set_custom_reduce_scatter(reduce_scatter)
     all_gathers = []
     if param:
-        scales = GatheredScales([layer for layer in layers if has_one_scale(layer)], dtype)
+        scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)], dtype)
+        for conversion in conversions(model):
+            conversion.runtime.before_training = scales.before_training
+        modules[0].register_forward_pre_hook(_before_training(scales), prepend=True)
         # Parents come first: the first that gathers anything is gathered first in a forward.
         leader = next(module for module in modules if managed_parameters(module))
         for module in modules:
@@ -92,6 +98,16 @@ def communicate_fsdp_in_fp8(
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
     return FSDPCommunication(reduce_scatter, all_gathers, any(_is_replicated(p) for p in model.parameters()))
+
+
+def _before_training(scales: GatheredScales) -> Callable[[nn.Module, Any], None]:
+    """For training without a Trainer: ahead of FSDP's own hook, which would take weights as it finds them."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if module.training:
+            scales.before_training()
+
+    return hook
 
 
 def _gatherable(model: nn.Module) -> list[Float8Linear]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -40,20 +41,30 @@ class GatheredScales:
     """The scales that the weights of FP8 layers are gathered with: one a weight, the same on every rank.
 
     Args:
+        modules: the FSDP modules that gather them.
         layers: the layers whose weights have one scale each.
         dtype: what FSDP computes in: amaxes are those of the weights in this dtype; ``None`` is the weights' own.
 
     Attributes:
         table: the scales, in the slots of the role ``weight``.
-        updated: whether they have been set.
+        mode: what they were last set for, ``"training"`` or ``"evaluation"``; ``None`` before.
     """
 
-    def __init__(self, layers: Sequence[Float8Linear], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[FSDPModule], layers: Sequence[Float8Linear], dtype: torch.dtype | None = None
+    ) -> None:
+        self.modules = modules
         self.layers = layers
         self.dtype = dtype
         self.table = StatisticsTable([layer.fp8.name for layer in layers])
-        self.updated = False
+        self.mode: Literal["training", "evaluation"] | None = None
         self._link()
+
+    def before_training(self) -> None:
+        """Free weights that an evaluation left gathered: they are on the grid of its scales, and their amax unnoted."""
+        if self.mode == "evaluation":
+            for module in self.modules:
+                module.reshard()
 
     @torch.no_grad()
     def update(self, training: bool) -> None:
@@ -62,7 +73,7 @@ class GatheredScales:
         Args:
             training: note the amaxes in the layers' own statistics and, where the recipe stores scales, use those.
         """
-        self.updated = True
+        self.mode = "training" if training else "evaluation"
         if not self.layers:
             return
         shards = [_local(layer.weight) for layer in self.layers]
@@ -156,7 +167,7 @@ class FP8AllGather:
         Raises:
             RuntimeError: the module's parameters are gathered in several dtypes at once, or are not those that it had.
         """
-        if self._leads or not self._scales.updated:
+        if self._leads or self._scales.mode is None:
             self._scales.update(self._module.training)
         ranks = group.size()
         segments = self._segments(ranks, input_tensor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,12 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def run_checks(checks: Sequence[Check], world_size: int, timeout: float = 20.0) -> dict[str, list[str]]:
+def run_checks(
+    checks: Sequence[Check], world_size: int, timeout: float = 20.0, backend: str = "gloo", folder: str = ""
+) -> dict[str, list[str]]:
     """The failures of each check: one traceback for each rank that raised.
+
+    With ``backend="nccl"`` rank i has GPU i. ``folder`` is where checks find what other spawns left (:func:`folder`).
 
     A rank that raises leaves the others waiting in a collective; the group's timeout turns that into a failure too.
     After one, the group's state is unknown, so the checks that follow fail as "not run".
@@ -34,7 +40,9 @@ def run_checks(checks: Sequence[Check], world_size: int, timeout: float = 20.0) 
     reports = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_work, args=(rank, world_size, port, checks, timeout, reports), daemon=True)
+        context.Process(
+            target=_work, args=(rank, world_size, port, checks, timeout, reports, backend, folder), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -54,11 +62,25 @@ def run_checks(checks: Sequence[Check], world_size: int, timeout: float = 20.0) 
     return failures
 
 
-def _work(rank: int, world_size: int, port: int, checks: Sequence[Check], timeout: float, reports: mp.Queue) -> None:
+def _work(
+    rank: int,
+    world_size: int,
+    port: int,
+    checks: Sequence[Check],
+    timeout: float,
+    reports: mp.Queue,
+    backend: str,
+    folder: str,
+) -> None:
     torch.set_num_threads(1)
     results: dict[str, str] = {}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    # Lightning takes its ranks from here, and the process group as it finds it.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), CHECKS_FOLDER=folder)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
@@ -76,6 +98,16 @@ def _work(rank: int, world_size: int, port: int, checks: Sequence[Check], timeou
     reports.put((rank, results))
     reports.close()
     reports.join_thread()
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def folder() -> Path:
+    """A folder shared by all ranks and spawns."""
+    return Path(os.environ["CHECKS_FOLDER"])
 
 
 def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
