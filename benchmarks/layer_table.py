@@ -1,6 +1,6 @@
 """Measure the table that ``layers="auto"`` chooses from, for the GPU at hand.
 
-    python benchmarks/layer_table.py --out lightning_fp8/tuning/data/nvidia-h200.json
+python benchmarks/layer_table.py --out lightning_fp8/tuning/data/nvidia-h200.json
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from lightning_fp8.tuning.table import LayerTable, grid
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise", "rowwise_gw_hp"])
+    recipes = ["delayed", "tensorwise", "rowwise", "blockwise", "rowwise_gw_hp"]
+    parser.add_argument("--recipes", nargs="+", default=recipes)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     table = LayerTable(torch.cuda.get_device_name(), torch.__version__, datetime.date.today().isoformat())

@@ -1,6 +1,6 @@
 """Whole training steps, bf16 against every recipe, in one run.
 
-    python benchmarks/model.py --shape 8b --variants bf16 delayed delayed-eager rowwise --profile --out result.json
+python benchmarks/model.py --shape 8b --variants bf16 delayed delayed-eager rowwise --profile --out result.json
 
 Peers as their own users have them: ``peer-torchao-tensorwise``, ``peer-torchao-rowwise``, ``peer-te-delayed-eager``,
 ``peer-te-current-eager``, ``peer-te-block-eager``.
@@ -14,7 +14,6 @@ import platform
 from pathlib import Path
 
 import torch
-
 from peers import PEERS
 
 from lightning_fp8.tuning.bench import build_step, kernel_names, measure
@@ -22,6 +21,7 @@ from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["8b"], help=f"{', '.join(SHAPES)}, or numbers (parse_shape)")
     parser.add_argument("--variants", nargs="+", default=["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])

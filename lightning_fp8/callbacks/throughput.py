@@ -133,7 +133,8 @@ class FP8Throughput(Callback):
         done = self._flops_of(batch, units)
         self._done = Flops(self._done.fp8 + done.fp8, self._done.high + done.high)
         steps = trainer.global_step - self._first_step
-        if steps >= (self.every_n_steps or max(trainer.log_every_n_steps, 1)):
+        every: int = self.every_n_steps or max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if steps >= every:
             self._clock.stop()
             numbers = {"units": float(self._units), "steps": float(steps), "replicas": float(_replicas(trainer))}
             log_step = trainer.fit_loop.epoch_loop._batches_that_stepped

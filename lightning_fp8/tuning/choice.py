@@ -74,15 +74,14 @@ def choose_layers(
         device: where they will run.
         tokens: rows of the layers' inputs, a step and GPU; ``None`` is :data:`DEFAULT_TOKENS`.
     """
-    if support.kind != "native" or device.type != "cuda":
+    if support.kind != "native":
         return Chosen(decisions, "every eligible layer, for FP8 is emulated here")
     rows = DEFAULT_TOKENS if tokens is None else tokens
     hint = "by default, tokens=N tells better" if tokens is None else "by the tokens hint"
 
     def choose() -> Chosen:
-        with torch.cuda.device(device):
-            source = times_on(torch.cuda.get_device_name(device), recipe, backend)
-            chosen = keep_faster(decisions, model, source, rows)
+        source = times_on(device, recipe, backend)
+        chosen = keep_faster(decisions, model, source, rows)
         return Chosen(chosen, f"layers that FP8 makes faster at {rows} tokens ({hint}), times from {source.origin}")
 
     return _from_rank_zero(choose)
@@ -135,28 +134,29 @@ def speedup(source: Source, tokens: int, in_features: int, out_features: int) ->
     return step_milliseconds(source.times, "bf16", *where) / step_milliseconds(source.times, source.variant, *where)
 
 
-def times_on(gpu: str, recipe: Recipe, backend: Backend) -> Source:
-    """Measured times for the current GPU: the shipped table, else measurements kept on disk.
+def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:
+    """Measured times for a GPU: the shipped table, else measurements kept on disk.
 
     Args:
-        gpu: its name.
+        device: the GPU.
         recipe: what will run.
         backend: what will multiply.
     """
+    gpu = torch.cuda.get_device_name(device)
     table = shipped_tables().get(gpu)
     variant = variant_in(table, recipe) if table is not None and backend == NativeBackend() else None
     if table is not None and variant is not None:
         return Source(table, variant, f"the table shipped for {gpu} ({table.date}, torch {table.torch})")
 
-    def recipe_of(variant: str) -> Recipe | None:
-        return None if variant == "bf16" else recipe
+    def measure(variant: str, tokens: int, in_features: int, out_features: int) -> float:
+        with torch.cuda.device(device):
+            return measure_layer(tokens, in_features, out_features, None if variant == "bf16" else recipe, backend)
 
-    times = MeasuredTimes(
-        gpu,
-        torch.__version__,
-        lambda variant, tokens, i, o: measure_layer(tokens, i, o, recipe_of(variant), backend),
-        lambda variant: measure_host(recipe_of(variant), backend),
-    )
+    def host(variant: str) -> float:
+        with torch.cuda.device(device):
+            return measure_host(None if variant == "bf16" else recipe, backend)
+
+    times = MeasuredTimes(gpu, torch.__version__, measure, host)
     return Source(times, f"{backend!r} {recipe!r}", f"measurements on this machine, kept in {times.path}")
 
 

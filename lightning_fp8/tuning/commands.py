@@ -144,7 +144,7 @@ def advise(args: Sequence[str] | None = None) -> int:
         model = _model(parsed.config, rest)
         inputs = _inputs(model, parsed.input_shape)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        parser.error(one_line(str(error)))
+        parser.error(str(error))
     try:
         advice = look_at(model, recipe, source, gpu, peak_of(gpu), parsed.tokens, inputs, parsed.step_ms)
     except Exception as error:  # Whatever the user's forward raises.
@@ -170,8 +170,7 @@ def _times(gpu: str | None, path: Path | None, recipe: Recipe) -> tuple[str, Sou
             raise ValueError(f"{path} holds no table of measured times.") from error
         return table.gpu, _source(table, recipe, str(path))
     if gpu is None and torch.cuda.is_available() and _native(recipe):
-        here = torch.cuda.get_device_name()
-        return here, times_on(here, recipe, NativeBackend())
+        return torch.cuda.get_device_name(), times_on(torch.device("cuda"), recipe, NativeBackend())
     if not tables:
         raise ValueError("No measured times are shipped: give --table FILE, which benchmarks/layer_table.py writes.")
     wanted = next(iter(tables)) if gpu is None else gpu
@@ -217,6 +216,8 @@ def _model(config: Path | None, words: list[str]) -> nn.Module:
             return parser.instantiate_classes(settings).model
     except (RuntimeError, NotImplementedError):  # It computes with its weights as it is made.
         return parser.instantiate_classes(settings).model
+    except (ValueError, TypeError) as error:
+        raise ValueError(one_line(str(error))) from error
 
 
 def _inputs(model: nn.Module, shape: str | None) -> torch.Tensor | None:

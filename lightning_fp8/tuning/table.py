@@ -106,7 +106,8 @@ def grid() -> list[Point]:
 def shipped_tables() -> dict[str, LayerTable]:
     """The tables that come with the package, by GPU name."""
     folder = resources.files("lightning_fp8.tuning") / "data"
-    tables = [LayerTable.from_json(file.read_text()) for file in folder.iterdir() if file.name.endswith(".json")]
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+    tables = [LayerTable.from_json(file.read_text()) for file in sorted(files, key=lambda file: file.name)]
     return {table.gpu: table for table in tables}
 
 

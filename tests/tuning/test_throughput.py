@@ -202,7 +202,7 @@ def test_a_failing_first_batch_leaves_nothing_behind() -> None:
         fit(callback, model=Failing())
     assert callback._counting is None
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert not torch._dynamo.eval_frame._stance.stance == "force_eager"
+    assert torch._dynamo.eval_frame._stance.stance != "force_eager"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+"""Tables of made-up times that behave like a GPU's: a floor, and a rate."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_fp8.backends import NativeBackend, Support
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.tuning.table import LayerTable, grid
+
+
+def made_up_table(gpu: str = "NVIDIA H200", fp8_rate: float = 1250e9, fp8_host: float = 0.1) -> LayerTable:
+    """In bf16 a layer takes 0.02 ms and its FLOPs at 690 TFLOP/s, in FP8 0.05 ms and those at ``fp8_rate`` a ms."""
+    table = LayerTable(gpu, "2.11.0", "2026-01-02", host={"bf16": 0.04, "delayed": fp8_host})
+    table.times["bf16"] = {(t, i, o): 0.02 + 6 * t * i * o / 690e9 for t, i, o in grid()}
+    table.times["delayed"] = {(t, i, o): 0.05 + 6 * t * i * o / fp8_rate for t, i, o in grid()}
+    return table
+
+
+class PretendNative(NativeBackend):
+    """A backend that takes the CPU for a GPU with FP8 tensor cores."""
+
+    def support(self, recipe: Recipe, device: torch.device) -> Support:
+        return Support("native", "for this test")
