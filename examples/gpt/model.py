@@ -19,6 +19,7 @@ VOCABULARY = 256
 class BitsPerByte(Metric):
     """Mean of a loss in nats per byte, in bits: what a perfect coder would need to store the text with this model."""
 
+    full_state_update = False
     nats: Tensor
     weight: Tensor
 
@@ -93,7 +94,7 @@ class GPT(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        self.train_bits.update(loss.detach())
+        self.train_bits(loss.detach())
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/bits_per_byte", self.train_bits, on_step=True, on_epoch=False)
         return loss

@@ -46,6 +46,8 @@ def test_gpt_learns_in_fp8(text: str):
     pl.seed_everything(0, verbose=False)
     trainer = fit(GPT(**TINY, lr=1e-2), TextData(text, 32, 16), FP8Precision(), max_steps=25, **EVERY_25)
     assert trainer.callback_metrics["train/loss"] < 3.0  # log(256) is 5.5
+    bits = trainer.callback_metrics["train/loss"] / 0.6931472
+    assert trainer.callback_metrics["train/bits_per_byte"] == pytest.approx(float(bits), rel=1e-5)
     assert trainer.callback_metrics["val/bits_per_byte"] < 4.5
 
 
