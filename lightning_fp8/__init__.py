@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from lightning_fp8 import operators  # noqa: F401 (registers torch.ops.lightning_fp8.scaled_linear)
-from lightning_fp8.callbacks.communication import FP8Communication
+from lightning_fp8.callbacks import (
+    AmaxMonitor,
+    FaultInjector,
+    FP8Communication,
+    FP8HealthError,
+    FP8HealthMonitor,
+    FP8Report,
+    FP8Throughput,
+    SkipBatchException,
+    SkipBatchRecovery,
+)
 from lightning_fp8.fsdp_precision import FP8FSDPPrecision
 from lightning_fp8.model import convert_model, revert_model, step
 from lightning_fp8.precision import FP8Precision
@@ -21,14 +31,22 @@ from lightning_fp8.shard import shard
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmaxMonitor",
     "BlockwiseScaling",
     "DelayedScaling",
     "FP8Communication",
     "FP8FSDPPrecision",
+    "FP8HealthError",
+    "FP8HealthMonitor",
     "FP8Precision",
+    "FP8Report",
+    "FP8Throughput",
+    "FaultInjector",
     "LayerSelection",
     "MXFP8Scaling",
     "RowwiseScaling",
+    "SkipBatchException",
+    "SkipBatchRecovery",
     "StaticScaling",
     "TensorwiseScaling",
     "convert_model",

@@ -37,7 +37,7 @@ class Tile:
 
 
 #: Casts with one scale for the tensor or one for each row: one or both operands.
-CAST_TILE = Tile(128, 64, 4)
+CAST_TILE = Tile(64, 128, 8)
 #: The amaxes of rows and columns.
 VECTOR_AMAX_TILE = Tile(128, 128, 8)
 #: The amax of the tensor, a tile a turn.
