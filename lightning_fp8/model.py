@@ -85,7 +85,11 @@ class Conversion:
         mine = (self.recipe, self.backend, self.layers, self.tokens, self.autocast_only)
         if mine != (recipe, backend, layers, tokens, autocast_only):
             return False
-        return layers != "auto" or chosen is None or set(chosen) in (set(self.converted), self.saved)
+        return chosen is None or self.agrees_with(chosen)
+
+    def agrees_with(self, chosen: Sequence[str]) -> bool:
+        """Whether these layers, from a checkpoint, are no reason to convert anew."""
+        return self.layers != "auto" or set(chosen) in (set(self.converted), self.saved)
 
     def describes(self, model: nn.Module) -> bool:
         """Whether ``model`` still has the layers that were decided on: none came, went or was replaced."""
@@ -202,8 +206,7 @@ def convert_model(
         elif layers == "auto":
             verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, support, where, tokens)
         names = [decision.name for decision in verdict.decisions if decision.converted]
-        # Layers that were converted before sharding may be converted anew: their parameters stay where they are.
-        _check_weights(model, names, sharded=bool(existing))
+        _check_weights(model, names)
         if not names:
             first = verdict.decisions[:5]
             reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
@@ -296,14 +299,12 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_weights(model: nn.Module, names: list[str], sharded: bool) -> None:
-    """Look at the weights before they are used: non-finite ones are warned of, sharded ones refused if not allowed."""
+def _check_weights(model: nn.Module, names: list[str]) -> None:
+    """Look at the weights before they are used: sharded ones are refused, non-finite ones warned of."""
     layers = linear_layers(model)
     for name in names:
         weight = layers[name].weight
         if isinstance(weight, DTensor):
-            if sharded:
-                continue
             raise ValueError(
                 f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model. "
                 "self.trainer.precision_plugin.shard(self, self.device_mesh) does both in the right order, "

@@ -243,6 +243,7 @@ class TrainerPrecision:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
             return
         if self._module is not None:
+            self._refuse_other_layers_once_sharded(state["conversions"])
             use_saved_layers(self._module, state["conversions"])
             self._conversions = conversions(self._module)
         if len(state["conversions"]) != len(self._conversions):
@@ -261,6 +262,23 @@ class TrainerPrecision:
         elif _saved_in_mid_epoch(checkpoint):
             # Making the loader's iterator draws numbers that the uninterrupted run did not draw here.
             self._rng_of_first_step = state["rng"]
+
+    def _refuse_other_layers_once_sharded(self, saved: list[dict[str, Any]]) -> None:
+        """Sharded strategies load a checkpoint when it is too late to convert other layers.
+
+        Raises:
+            ValueError: the checkpoint's choice of layers is another than this run's.
+        """
+        trainer = getattr(self._module, "_trainer", None)
+        if trainer is None or not trainer.strategy.restore_checkpoint_after_setup:
+            return
+        for conversion, state in zip(self._conversions, saved, strict=False):
+            if not conversion.agrees_with(state["layers"]):
+                raise ValueError(
+                    "layers='auto' chose other layers than the run that wrote the checkpoint (the token hint, the GPU "
+                    "or the table of times has changed), and the model is sharded already. Go on with the checkpoint's: "
+                    f"layers=LayerSelection(include={state['layers']!r}, head=True)."
+                )
 
 
 class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]

@@ -166,7 +166,27 @@ def test_a_resumed_run_uses_the_checkpoints_layers(tmp_path: Path, measured: dic
     assert plugin.conversions[0].converted == ["large"] and not measured["asked"]
 
 
-def test_strategies_that_load_late_are_put_right_with_the_same_parameters(measured: dict[str, Any]) -> None:
+def test_a_sharded_model_refuses_other_layers_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
+) -> None:
+    plugin = FP8Precision(backend=PretendNative())
+    trainer(plugin).fit(Net(), data())
+    checkpoint: dict[str, Any] = {}
+    plugin.on_save_checkpoint(checkpoint)
+    measured["times"] = Known((32, 32))
+    other = FP8Precision(backend=PretendNative())
+    run = trainer(other)
+    run.fit(Net(), data())
+    monkeypatch.setattr(type(run.strategy), "restore_checkpoint_after_setup", True)
+    with pytest.raises(ValueError, match=r"LayerSelection\(include=\['large'\], head=True\)"):
+        other.on_load_checkpoint(checkpoint)
+    given = FP8Precision(backend=PretendNative(), layers=LayerSelection(include=["large"], head=True))
+    trainer(given).fit(Net(), data())
+    given.on_load_checkpoint(checkpoint)
+    assert given.conversions[0].converted == ["large"]
+
+
+def test_a_model_converted_by_hand_is_put_right_when_the_checkpoint_is_loaded(measured: dict[str, Any]) -> None:
     plugin = FP8Precision(backend=PretendNative())
     run, model = trainer(plugin), Net()
     run.fit(model, data())
