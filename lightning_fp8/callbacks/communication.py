@@ -233,7 +233,7 @@ class FP8Communication(Callback):
             self._lines.append("  between replicas (HSDP): all-reduce as it is, for FSDP2 has no hook to replace it")
 
     def _fsdp2_gradients(self, module: pl.LightningModule, installed: FSDPCommunication, min_numel: int) -> str:
-        if installed.reduce_scatter is None or min_numel >= NEVER:
+        if not installed.reduce_scatters or min_numel >= NEVER:
             return "  gradients: reduce-scatter, as they are"
         before = after = 0
         for part in fsdp_modules(module):

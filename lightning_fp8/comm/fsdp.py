@@ -28,12 +28,12 @@ class FSDPCommunication:
     """What goes over the wire in FP8 after :func:`communicate_fsdp_in_fp8`.
 
     Attributes:
-        reduce_scatter: the gradients' collective, or ``None``.
+        reduce_scatters: the gradients' collectives, one an FSDP module; none where gradients stay as they are.
         all_gathers: the weights' collectives, one an FSDP module; none where weights stay as they are.
         replicated: whether there are replicas of the shards (HSDP), whose all-reduce FSDP2 lets nobody replace.
     """
 
-    reduce_scatter: FP8ReduceScatter | None
+    reduce_scatters: list[FP8ReduceScatter]
     all_gathers: list[FP8AllGather]
     replicated: bool
 
@@ -81,10 +81,11 @@ def communicate_fsdp_in_fp8(
             "No weight can be gathered in FP8: no layer of the native backend runs in FP8 with a sharded weight of its "
             "own. Convert before sharding (lightning_fp8.shard does), or leave weights in bf16: param='bf16'."
         )
-    reduce_scatter = FP8ReduceScatter(codec, min_numel, grad_traffic) if grad else None
-    if reduce_scatter is not None:
-        for module in modules:
-            module.set_custom_reduce_scatter(reduce_scatter)
+    reduce_scatters = []
+    for module in modules if grad else []:
+        reduce_scatter = FP8ReduceScatter(module, codec, min_numel, grad_traffic)
+        module.set_custom_reduce_scatter(reduce_scatter)
+        reduce_scatters.append(reduce_scatter)
     all_gathers = []
     if param:
         scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)], dtype)
@@ -97,7 +98,7 @@ def communicate_fsdp_in_fp8(
             gather = FP8AllGather(module, layers, scales, module is leader, codec, min_numel, param_traffic)
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
-    return FSDPCommunication(reduce_scatter, all_gathers, any(_is_replicated(p) for p in model.parameters()))
+    return FSDPCommunication(reduce_scatters, all_gathers, any(_is_replicated(p) for p in model.parameters()))
 
 
 def _before_training(scales: GatheredScales) -> Callable[[nn.Module, Any], None]:

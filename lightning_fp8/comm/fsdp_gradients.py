@@ -1,4 +1,9 @@
-"""FSDP2's gradient reduce-scatter in FP8: one scale per block of values, summed in fp32."""
+"""FSDP2's gradient reduce-scatter in FP8: one scale per block of values, summed in fp32.
+
+Under tensor parallelism some parameters are split over the tensor-parallel ranks, and the others must stay the same on
+them. A block that held gradients of both kinds would have another scale on each of those ranks, and what must stay the
+same would drift apart. So the two kinds are reduced one after the other there.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
+from lightning_fp8.comm.fsdp_weights import managed_parameters, padded_shard_shape
+from lightning_fp8.comm.links import NEVER
 from lightning_fp8.comm.traffic import Traffic
 
 
@@ -18,6 +26,7 @@ class FP8ReduceScatter:
     """An FSDP2 reduce-scatter that sends FP8; for ``FSDPModule.set_custom_reduce_scatter``.
 
     Args:
+        module: the FSDP module that it reduces for.
         codec: how gradients become bytes.
         min_numel: reductions of fewer values go in bf16.
         traffic: counts the bytes.
@@ -26,6 +35,7 @@ class FP8ReduceScatter:
 
     def __init__(
         self,
+        module: nn.Module,
         codec: BlockCodec | None = None,
         min_numel: int = 0,
         traffic: Traffic | None = None,
@@ -35,6 +45,9 @@ class FP8ReduceScatter:
         self.min_numel = min_numel
         self.traffic = Traffic() if traffic is None else traffic
         self.seed = seed
+        parameters = [parameter for parameter in managed_parameters(module) if parameter.requires_grad]
+        self._mixed = len({_is_split(parameter) for parameter in parameters}) > 1
+        self._parameters = parameters
         self._collectives: dict[dist.ProcessGroup, FP8Collectives] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,12 +69,35 @@ class FP8ReduceScatter:
         Raises:
             ValueError: ``op`` is none of SUM, AVG and PREMUL_SUM.
         """
-        collectives = self._collectives.get(group)
-        if collectives is None:
-            collectives = FP8Collectives(group, self.codec, self.min_numel, self.traffic, self.seed)
-            self._collectives[group] = collectives
         op, factor = _op_and_factor(op)
-        collectives.reduce_scatter(output_tensor, input_tensor, op, factor)
+        if not self._mixed:
+            self._collectives_of(group).reduce_scatter(output_tensor, input_tensor, op, factor)
+            return
+        ranks = group.size()
+        shapes = [padded_shard_shape(parameter, ranks) for parameter in self._parameters]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        if sum(sizes) * ranks != input_tensor.numel():
+            # Some parameters have no gradient this time, and nobody tells which. In bf16 no value touches another.
+            bf16 = FP8Collectives(group, self.codec, NEVER, self.traffic)
+            bf16.reduce_scatter(output_tensor, input_tensor, op, factor)
+            return
+        inputs, outputs = input_tensor.view(ranks, -1).split(sizes, dim=1), output_tensor.split(sizes)
+        for kind in (False, True):
+            mine = [index for index, parameter in enumerate(self._parameters) if _is_split(parameter) == kind]
+            whole = torch.cat([inputs[index] for index in mine], dim=1)
+            part = whole.new_empty(whole.shape[1], dtype=output_tensor.dtype)
+            self._collectives_of(group).reduce_scatter(part, whole.view(-1), op, factor)
+            torch._foreach_copy_([outputs[i] for i in mine], part.split([sizes[i] for i in mine]))
+
+    def _collectives_of(self, group: dist.ProcessGroup) -> FP8Collectives:
+        if group not in self._collectives:
+            self._collectives[group] = FP8Collectives(group, self.codec, self.min_numel, self.traffic, self.seed)
+        return self._collectives[group]
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """Whether more than FSDP shards it."""
+    return isinstance(parameter, DTensor) and sum(not place.is_replicate() for place in parameter.placements) > 1
 
 
 def _op_and_factor(op: Any) -> tuple[Any, float]:

@@ -185,7 +185,7 @@ class FP8AllGather:
     def _segments(self, ranks: int, input_tensor: Tensor) -> list[_Segment]:
         if ranks not in self._layouts:
             self._layouts[ranks] = _merge(
-                _Segment(_padded_shard_shape(parameter, ranks), layer) for parameter, layer in self._parameters
+                _Segment(padded_shard_shape(parameter, ranks), layer) for parameter, layer in self._parameters
             )
         segments = self._layouts[ranks]
         numel = sum(segment.numel for segment in segments)
@@ -298,7 +298,7 @@ def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
     return merged
 
 
-def _padded_shard_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
+def padded_shard_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
     """Shape of a shard as FSDP gathers it over ``ranks``: the first rank's, which no other exceeds."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().shape

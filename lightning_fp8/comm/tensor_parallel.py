@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fp8.comm.codec import BlockCodec
-from lightning_fp8.comm.collectives import FP8Collectives
-from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, link_between
+from lightning_fp8.comm.collectives import FP8Collectives, gather_bytes
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.selection import why_not_weight
@@ -36,8 +36,8 @@ class _FP8Style:
     """What both styles have in common.
 
     Args:
-        all_gather: ``"fp8"`` or ``"bf16"`` (as torch does it).
-        min_numel: gathers of fewer values go in bf16; by default what the link between the ranks makes worth it.
+        all_gather: ``"fp8"``, or ``"bf16"`` for the activations' own dtype, as torch does it.
+        min_numel: gathers of fewer values go as they are; by default what the link between the ranks makes worth it.
         block: values that share a scale on the wire.
         traffic: counts the bytes of the gathers.
 
@@ -88,7 +88,7 @@ class _FP8Style:
         group = mesh.get_group()
         min_numel = self.min_numel
         if self.all_gather == "bf16":
-            min_numel = 2**62
+            min_numel = NEVER
         elif min_numel is None:
             min_numel = DEFAULT_MIN_NUMEL[link_between(group, torch.device(mesh.device_type))]
         return FP8Collectives(group, self.codec, min_numel, self.traffic)
@@ -107,8 +107,8 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
         input_layouts: of the input: ``Replicate()``, or ``Shard(dim)`` under sequence parallelism: then it is gathered.
         output_layouts: ``Shard(-1)``.
         use_local_output: give a tensor, not a DTensor.
-        all_gather: ``"fp8"``, or ``"bf16"`` as torch does it.
-        min_numel: gathers of fewer values go in bf16; by default what the link between the ranks makes worth it.
+        all_gather: ``"fp8"``, or ``"bf16"`` for the activations' own dtype, as torch does it.
+        min_numel: gathers of fewer values go as they are; by default what the link between the ranks makes worth it.
         block: values that share a scale on the wire.
         traffic: counts the bytes of the gathers.
 
@@ -137,8 +137,8 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
         output_layouts: of the output: ``Replicate()``, or ``Shard(dim)`` under sequence parallelism: then its gradient
             is gathered.
         use_local_output: give a tensor, not a DTensor.
-        all_gather: ``"fp8"``, or ``"bf16"`` as torch does it.
-        min_numel: gathers of fewer values go in bf16; by default what the link between the ranks makes worth it.
+        all_gather: ``"fp8"``, or ``"bf16"`` for the activations' own dtype, as torch does it.
+        min_numel: gathers of fewer values go as they are; by default what the link between the ranks makes worth it.
         block: values that share a scale on the wire.
         traffic: counts the bytes of the gathers.
 
@@ -295,7 +295,10 @@ def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _gather(x: Tensor, dim: int, collectives: FP8Collectives) -> Tensor:
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty(part.shape[0] * collectives.world_size, *part.shape[1:])
-    collectives.all_gather(whole, part)
+    if whole.numel() >= collectives.min_numel:
+        collectives.all_gather(whole, part)
+    else:
+        gather_bytes(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8), collectives.group).wait()
     return whole.movedim(0, dim).contiguous()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from collective_checks import relative_error
 from rank_checks import device, same_on_all_ranks
 from shard_models import (
@@ -142,10 +141,8 @@ def gradients_reduced_in_fp8_are_close(rank: int, world: int) -> None:
 
 def every_way_to_average_works(rank: int, world: int) -> None:
     for factor, force in ((None, False), (3.0, False), (None, True)):
-        if device().type == "cpu" and factor is not None:
-            plain = None  # gloo itself knows no PREMUL_SUM.
-        else:
-            plain = sharded()
+        # gloo itself knows no PREMUL_SUM.
+        plain = None if device().type == "cpu" and factor is not None else sharded()
         fp8 = sharded(grad="fp8")
         for model in (plain, fp8):
             if model is None:
