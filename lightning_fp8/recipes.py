@@ -366,6 +366,11 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         recipe = _PRESETS.get(recipe, {"name": recipe})
     if not isinstance(recipe, Mapping):
         raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {type(recipe).__name__}.")
+    if "class_path" in recipe:
+        # How a command line leaves a class whose settings it could not match: the error below then names the setting.
+        by_class = {cls.__name__: name for name, cls in _CLASSES.items()}
+        class_name = str(recipe["class_path"]).rpartition(".")[2]
+        recipe = {"name": by_class.get(class_name, class_name), **(recipe.get("init_args") or {})}
     settings = dict(recipe)
     name = settings.pop("name", None)
     if name in _PRESETS:

@@ -292,3 +292,12 @@ def test_users_may_subclass() -> None:
 
     assert Mine().settings() == {"amax_history_len": 3}
     assert Mine() == Mine(3) != DelayedScaling(3, margin=1.0)
+
+
+def test_a_class_path_that_a_command_line_left_as_it_was() -> None:
+    left = {"class_path": "lightning_fp8.DelayedScaling", "init_args": {"amax_history_len": 4}}
+    assert get_recipe(left) == DelayedScaling(amax_history_len=4)
+    with pytest.raises(ValueError, match="'delayed' has no setting amax_history: choose among amax_history_len"):
+        get_recipe({"class_path": "lightning_fp8.recipes.DelayedScaling", "init_args": {"amax_history": 4}})
+    with pytest.raises(ValueError, match="Unknown FP8 recipe 'Delayed': choose one of"):
+        get_recipe({"class_path": "lightning_fp8.Delayed"})
