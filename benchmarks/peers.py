@@ -1,4 +1,4 @@
-"""How users have FP8 without this package: torchao's and Transformer Engine's own front ends, for `model.py --peers`."""
+"""FP8 without this package: torchao and Transformer Engine as their own users have them, for `model.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_fp8.tuning.decoder import Decoder
 
 
 def torchao(recipe: str, model: Decoder) -> Callable[[], AbstractContextManager[Any]]:
-    """torchao's module swap; meant to be compiled."""
+    """The module swap of torchao; meant to be compiled."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
