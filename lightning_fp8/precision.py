@@ -276,7 +276,8 @@ class TrainerPrecision:
             if not conversion.agrees_with(state["layers"]):
                 raise ValueError(
                     "layers='auto' chose other layers than the run that wrote the checkpoint (the token hint, the GPU "
-                    "or the table of times has changed), and the model is sharded already. Go on with the checkpoint's: "
+                    "or the table of times has changed), and the model is sharded already. Go on with the "
+                    "checkpoint's: "
                     f"layers=LayerSelection(include={state['layers']!r}, head=True)."
                 )
 
