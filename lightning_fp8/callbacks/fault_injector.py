@@ -58,7 +58,7 @@ class FaultInjector(Callback):
                 faults.spoil_batch(batch, fault.value)
             elif fault.kind == "activation":
                 self._hooks.append(faults.spoil_activation(module, fault.value))
-            elif fault.kind == "gradient":
+            elif fault.kind == "gradient" and not faults.is_sharded(module):
                 self._hooks.append(faults.spoil_gradient(module, fault.value))
             elif fault.kind == "weight":
                 faults.spoil_weight(module, fault.value)
@@ -76,6 +76,10 @@ class FaultInjector(Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for fault in self._due(trainer):
+            if fault.kind == "gradient" and fault.layer is not None:
+                module = _module(pl_module, fault.layer)
+                if faults.is_sharded(module):
+                    faults.spoil_reduced_gradient(module, fault.value)
             if fault.kind == "amax" and fault.layer is not None:
                 layers = FP8Layers(pl_module)
                 if fault.layer not in layers.names:

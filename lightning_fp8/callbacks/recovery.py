@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,7 +21,6 @@ from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._samples import sample_indices
 from lightning_fp8.loss_scaling import LossScaler
-from lightning_fp8.precision import CHECKPOINT_KEY
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard
@@ -124,6 +122,7 @@ class SkipBatchRecovery(Callback):
         self._known: list[Outcome] = []
         self._rejection: Tensor | bool = False
         self._steps: CaughtSteps | None = None
+        self._ended = False
 
     # For the user's training_step
 
@@ -161,7 +160,7 @@ class SkipBatchRecovery(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._loaded = None
+        self._loaded, self._ended = None, False
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise MisconfigurationException(
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
@@ -264,6 +263,7 @@ class SkipBatchRecovery(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self.guard is not None:
+            self._ended = True
             self.events.add("exception", step=trainer.global_step, kind=type(exception).__name__, text=str(exception))
             self._close()
 
@@ -282,29 +282,30 @@ class SkipBatchRecovery(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Never let doubtful weights be saved: where they are, the last good state is saved in their place."""
-        if self.guard is None:
+        """Never let doubtful weights be saved: go back to the last good state first, and save that."""
+        guard, snapshots = self.guard, self.snapshots
+        if guard is None:
             return
-        streak = self.ladder.in_a_row + self.guard.rejected_at_end()
-        doubtful = streak > 1 or not _weights_finite(pl_module)
-        snapshots = self.snapshots
-        if not doubtful:
+        streak = guard.rejected_in_a_row(self.ladder.in_a_row)
+        # One bad step is the data's fault; with more in a row, or weights that are not finite, these may be spoilt.
+        if streak <= 1 and not guard.bad_weights(alone=self._ended):
             if snapshots is not None:
                 snapshots.capture(trainer.global_step)
-            return
-        if snapshots is None or snapshots.good is None:
+        elif snapshots is not None and snapshots.good is not None:
+            self._rewind(trainer, "before a save")
+            self._collect_again(trainer, checkpoint)
+        else:
             self.events.add("saved_in_doubt", step=trainer.global_step)
-            return
-        self.events.add("saved_last_good", step=trainer.global_step, good_step=snapshots.good.label)
-        # Where an averaging callback came first, it has put its average into the state_dict.
+
+    def _collect_again(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """What Lightning had put into the checkpoint before the rewind."""
+        # Where an averaging callback came first, its average is the state_dict.
         weights = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
-        checkpoint[weights] = snapshots.checkpoint(checkpoint[weights])
-        states = checkpoint["optimizer_states"]
-        checkpoint["optimizer_states"] = [snapshots.optimizer_checkpoint(i, s) for i, s in enumerate(states)]
-        good = snapshots.good.states
-        checkpoint["lr_schedulers"] = [good[f"scheduler.{i}"] for i in range(len(trainer.lr_scheduler_configs))]
-        if CHECKPOINT_KEY in checkpoint:
-            checkpoint[CHECKPOINT_KEY]["conversions"] = list(good["fp8"].values())
+        checkpoint[weights] = trainer.strategy.lightning_module_state_dict()
+        checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
+        trainer.precision_plugin.on_save_checkpoint(checkpoint)
 
     # The ladder
 
@@ -354,13 +355,13 @@ class SkipBatchRecovery(Callback):
             self._stop(trainer, outcome, finding)
         return False
 
-    def _rewind(self, trainer: pl.Trainer) -> None:
+    def _rewind(self, trainer: pl.Trainer, reason: str | None = None) -> None:
         if self.snapshots is None:
             return
         label = self.snapshots.restore()
         self._running().forget()
         self._schedules.drop()
-        self.events.add("rewind", step=trainer.global_step, good_step=label)
+        self.events.add("rewind", step=trainer.global_step, good_step=label, reason=reason)
 
     def _stop(self, trainer: pl.Trainer, outcome: Outcome, finding: Finding) -> None:
         message = (
@@ -453,20 +454,6 @@ def _loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | LossScaler | Non
 def _current_scale(trainer: pl.Trainer) -> float:
     scaler = _loss_scaler(trainer)
     return float(scaler.scale(torch.ones((), device=trainer.strategy.root_device))) if scaler is not None else 1.0
-
-
-def _weights_finite(module: torch.nn.Module) -> bool:
-    """Whether all weights are; of sharded ones on every rank."""
-    parameters = [p.detach() for p in module.parameters()]
-    sharded = any(hasattr(p, "to_local") for p in parameters)
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-    norms = torch._foreach_norm([p for p in local if p.is_floating_point()], 2, torch.float32)
-    finite = torch.stack([torch.isfinite(norm).to(norms[0].device) for norm in norms]).all()
-    if sharded and dist.is_initialized():
-        agreed = finite.float()
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        return bool(agreed)
-    return bool(finite)
 
 
 def _batches(given: Iterable[tuple[int, int]] | str | os.PathLike[str]) -> set[tuple[int, int]]:

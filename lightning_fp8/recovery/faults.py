@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+
+from lightning_fp8.recovery.verdict import local_values
 
 Kind = Literal["batch", "activation", "gradient", "weight", "loss", "amax", "bit_flip", "exception", "kill"]
 KINDS: tuple[Kind, ...] = (
@@ -123,7 +126,7 @@ def spoil_weight(module: nn.Module, value: float) -> None:
 @torch.no_grad()
 def flip_bit(module: nn.Module, bit: int | None = None) -> None:
     """Flip one bit of the first element of the module's weight, in place; by default the exponent's highest."""
-    weight = _local(_weight(module).data)
+    weight = local_values(_weight(module).data)
     size = weight.element_size() * 8
     bit = size - 2 if bit is None else bit
     if bit >= size:
@@ -151,6 +154,18 @@ def spoil_activation(module: nn.Module, value: float) -> Any:
     return handle
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the module's weight is; its gradient then passes no hook."""
+    return isinstance(_weight(module), DTensor)
+
+
+def spoil_reduced_gradient(module: nn.Module, value: float) -> None:
+    """Put ``value`` into the gradient that the weight has, in place."""
+    gradient = _weight(module).grad
+    if gradient is not None:
+        _set_first(gradient, value)
+
+
 def spoil_gradient(module: nn.Module, value: float) -> Any:
     """Put ``value`` into the weight's next gradient before ranks reduce it; returns the handle of the hook."""
 
@@ -174,13 +189,9 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return weight
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 @torch.no_grad()
 def _set_first(tensor: Tensor, value: float) -> None:
-    local = _local(tensor.data)
+    local = local_values(tensor.data)
     if local.numel():
         local[(0,) * local.ndim] = value
 

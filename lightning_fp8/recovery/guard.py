@@ -199,14 +199,15 @@ class StepGuard:
             known.append(Outcome(pending.context, self._finding(pending)))
         return known
 
-    def rejected_at_end(self) -> int:
-        """How many steps in a row, up to the last, were rejected, of those not yet collected. Waits for them."""
-        streak = 0
-        for pending in reversed(self._pending):
-            if not pending.rejected():
-                break
-            streak += 1
-        return streak
+    def rejected_in_a_row(self, before: int = 0) -> int:
+        """How many steps in a row, up to the last, were rejected. Waits for those not yet collected.
+
+        Args:
+            before: the same, up to the last that was collected.
+        """
+        for pending in self._pending:
+            before = before + 1 if pending.rejected() else 0
+        return before
 
     def forget(self) -> None:
         """Drop what is not collected: its steps are undone."""
@@ -219,8 +220,12 @@ class StepGuard:
         return self.judges[pending.judge].layout.findings(*details, self.thresholds, self.loss_scaled)
 
     @torch.no_grad()
-    def bad_weights(self) -> list[Culprit]:
-        """Weights that are not finite, or so large that the sum of their squares is not; every rank must call."""
+    def bad_weights(self, *, alone: bool = False) -> list[Culprit]:
+        """Weights that are not finite, or so large that the sum of their squares is not.
+
+        Args:
+            alone: look at this rank's only; otherwise every rank must call.
+        """
         names, owners = [], []
         for judge in self.judges:
             names += judge.layout.parameters
@@ -231,7 +236,7 @@ class StepGuard:
         message = torch.zeros(len(names) + self.ranks, device=self.device)
         message[: len(names)] = bad
         message[len(names) + self.judges[0].rank] = bad.max()
-        if self.ranks > 1:
+        if self.ranks > 1 and not alone:
             dist.all_reduce(message, dist.ReduceOp.MAX, self._group)
         flags = message.tolist()
         ranks = tuple(rank for rank in range(self.ranks) if flags[len(names) + rank])

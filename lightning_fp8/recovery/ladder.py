@@ -87,11 +87,6 @@ class Ladder:
         self._calm = 0
         self._taken = {"skip": 0, "fall_back": 0, "rewind": 0, "relearn": 0}
 
-    @property
-    def in_trouble(self) -> bool:
-        """More rejections in a row than one bad batch explains: the weights themselves are in doubt."""
-        return self.in_a_row > 1
-
     def rejected(
         self,
         guilty: tuple[str, ...] = (),

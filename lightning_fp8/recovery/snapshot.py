@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_fp8.recovery.verdict import local_values
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 
 
@@ -144,50 +144,16 @@ class Snapshots:
         restore_rng_state(good.rng)
         return good.label
 
-    def checkpoint(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """``state_dict`` of the module with the good state's values, of the same types and names.
-
-        Raises:
-            RuntimeError: there is no good state.
-        """
-        if self.good is None:
-            raise RuntimeError("There is no good state: capture one and promote it first.")
-        self.wait()
-        good = self.good.tensors
-        saved = {name: good.get(f"parameter.{name}", good.get(f"buffer.{name}")) for name in state_dict}
-        return {name: _like(value, saved[name]) for name, value in state_dict.items()}
-
-    def optimizer_checkpoint(self, index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same for the ``state_dict`` of the optimizer at ``index``.
-
-        Raises:
-            RuntimeError: there is no good state.
-        """
-        if self.good is None:
-            raise RuntimeError("There is no good state: capture one and promote it first.")
-        self.wait()
-        names = [name for name, _ in _optimizer_parameters(index, self.optimizers[index])]
-        state = {
-            number: {
-                key: _like(value, self.good.tensors[f"{names[number]}.{key}"]) if torch.is_tensor(value) else value
-                for key, value in values.items()
-                if not torch.is_tensor(value) or f"{names[number]}.{key}" in self.good.tensors
-            }
-            for number, values in state_dict["state"].items()
-        }
-        groups = [
-            {**group, **saved} for group, saved in zip(state_dict["param_groups"], self.good.groups[index], strict=True)
-        ]
-        return {"state": {n: values for n, values in state.items() if values}, "param_groups": groups}
-
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """All tensors by name, local ones where they are sharded."""
-        found = [(f"parameter.{name}", _local(p.detach())) for name, p in self.module.named_parameters()]
-        found += [(f"buffer.{name}", _local(b)) for name, b in self.module.named_buffers()]
+        found = [(f"parameter.{name}", local_values(p.detach())) for name, p in self.module.named_parameters()]
+        found += [(f"buffer.{name}", local_values(b)) for name, b in self.module.named_buffers()]
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in _optimizer_parameters(index, optimizer):
                 state = optimizer.state.get(parameter, {})
-                found += [(f"{name}.{key}", _local(value)) for key, value in state.items() if torch.is_tensor(value)]
+                found += [
+                    (f"{name}.{key}", local_values(value)) for key, value in state.items() if torch.is_tensor(value)
+                ]
         return found
 
 
@@ -210,17 +176,3 @@ def set_group_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[key].copy_(value)
         else:
             group[key] = value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(value: Any, host: Tensor | None) -> Any:
-    """``host`` as ``value`` is: a DTensor of the same placement, or a plain tensor."""
-    if host is None or not torch.is_tensor(value):
-        return value
-    if isinstance(value, DTensor):
-        local = host.to(value.to_local().device)
-        return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
-    return host.clone()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from fault_table import SCENARIOS, Deep, Result, Scenario, run
-from recovery_models import PRELOAD
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from recovery_models import PRELOAD, make_data
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from examples.loader import ResumableLoader
+from lightning_fp8.callbacks.fault_injector import Fault
 from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 
 RANKS = 2
@@ -45,6 +50,30 @@ class OneRankGivesUp(Deep):
         return recovery.reject(loss)
 
 
+class Sharded(Deep):
+    """The same model under FSDP2."""
+
+    def configure_model(self) -> None:
+        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+
+SHARDED = ("batch-nan", "batch-nan-fast", "gradient-nan", "weight-inf-fast", "bit-flip")
+
+
+def run_sharded(directory: Path, name: str) -> Result:
+    scenario = SCENARIOS[name]
+    strategy = ModelParallelStrategy(
+        data_parallel_size=RANKS,
+        tensor_parallel_size=1,
+        process_group_backend="gloo",
+        save_distributed_checkpoint=False,
+    )
+    return run(directory, scenario, rank=1, devices=RANKS, model=Sharded(scenario.optimizer), strategy=strategy)
+
+
 GIVING_UP = {
     f"{way}-{'one' if len(who) == 1 else 'all'}": (way, who)
     for way in ("none", "exception", "reject")
@@ -69,12 +98,27 @@ def everything(directory: Path, names: Sequence[str]) -> dict[str, Any]:
     if names != QUICK:
         return results
     results["clean-guarded"] = run(directory, nothing, faulty=False, devices=RANKS)
+    for name in SHARDED:
+        results[f"sharded/{name}"] = run_sharded(directory, name)
     for name, (way, who) in GIVING_UP.items():
         results[name] = run(directory, nothing, faulty=False, devices=RANKS, model=OneRankGivesUp(way, who))
     return results
 
 
-def work(rank: int, port: int, directory: Path, names: Sequence[str]) -> None:
+def one_run(directory: Path, faults: Sequence[Fault]) -> dict[str, Result]:
+    """A run with checkpoints, that goes on from the last one in ``directory``."""
+    scenario = Scenario(lambda rank: list(faults), ("", "", ""))
+    saver = ModelCheckpoint(directory, "{step}", every_n_train_steps=8, save_top_k=-1)
+    saves = sorted(directory.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    last = str(saves[-1]) if saves else None
+    loader = ResumableLoader(make_data(4096), 32, num_replicas=RANKS, rank=int(os.environ["LOCAL_RANK"]))
+    result = run(directory, scenario, devices=RANKS, more=[saver], ckpt_path=last, loader=loader)
+    if result.error:
+        raise RuntimeError(result.error)
+    return {"run": result}
+
+
+def work(rank: int, port: int, directory: Path, runs: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -82,32 +126,35 @@ def work(rank: int, port: int, directory: Path, names: Sequence[str]) -> None:
         "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
-    path = directory / f"rank-{rank}.pt"
-    try:
-        torch.save(everything(directory, names), path)
-    except BaseException:
-        path.with_suffix(".error").write_text(traceback.format_exc())
-        raise
+    torch.save(runs(directory, *arguments), directory / f"rank-{rank}.pt")
 
 
-def run_ranks(directory: Path, names: Sequence[str]) -> list[dict[str, Result]]:
-    """What each rank got."""
+def start_ranks(directory: Path, runs: Callable[..., dict[str, Any]], *arguments: Any) -> list[int | None]:
+    """Calls ``runs(directory, *arguments)`` on all ranks; their exit codes, None of one that hangs."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    arguments = (port, directory, names)
-    processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=work, args=(rank, port, directory, runs, *arguments), daemon=True)
+        for rank in range(RANKS)
+    ]
     for process in processes:
         process.start()
-    try:
-        for process in processes:
-            process.join(600)
-    finally:
-        for process in processes:
-            process.kill()
-    errors = [path.read_text() for path in directory.glob("*.error")]
-    if errors:
-        raise RuntimeError("\n".join(errors))
+    for process in processes:
+        process.join(600)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def run_ranks(
+    directory: Path, runs: Callable[..., dict[str, Any]] = everything, *arguments: Any
+) -> list[dict[str, Result]]:
+    """What each rank got."""
+    codes = start_ranks(directory, runs, *arguments)
+    if codes != [0] * RANKS:
+        raise RuntimeError(f"The ranks ended with {codes}; what they raised stands in the captured output.")
     return [torch.load(directory / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from recovery_models import fit, make_loader, test_loss
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import DelayedScaling, FP8Precision
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
@@ -157,11 +158,15 @@ def run(
     seed: int = 7,
     devices: int = 1,
     model: Any = None,
+    strategy: Any = None,
+    more: Sequence[pl.Callback] = (),
+    ckpt_path: str | None = None,
+    loader: Any = None,
 ) -> Result:
     """One run of a scenario."""
     callbacks: list[pl.Callback] = [FaultInjector(scenario.faults(rank))] if faulty else []
     guard = SkipBatchRecovery(window=16, warmup=8, snapshot_every=5, log=None)
-    callbacks += [guard] if recovery else []
+    callbacks += [guard, *more] if recovery else more
     settings = {
         "max_steps": STEPS,
         "num_sanity_val_steps": 0,
@@ -171,17 +176,33 @@ def run(
         environment = LightningEnvironment()
         settings |= {
             "devices": devices,
-            "strategy": DDPStrategy(process_group_backend="gloo", cluster_environment=environment),
+            "strategy": strategy or DDPStrategy(process_group_backend="gloo", cluster_environment=environment),
             "use_distributed_sampler": True,
         }
     model = model if model is not None else Deep(scenario.optimizer, seed)
     error = ""
     try:
-        fit(tmp_path, callbacks, model=model, loader=make_loader(4096, 64 // devices), **settings, **scenario.settings)
+        fit(
+            tmp_path,
+            callbacks,
+            model=model,
+            loader=loader or make_loader(4096, 64 // devices),
+            ckpt_path=ckpt_path,
+            enable_checkpointing=bool(more),
+            **settings,
+            **scenario.settings,
+        )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: full(value).clone() for name, value in model.state_dict().items()}
+    if strategy is not None:
+        model = Deep()
+        model.load_state_dict(weights)
     return Result(test_loss(model), weights, guard.events.recent, error)
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def check(clean: float, spread: float, without: Result, with_recovery: Result, scenario: Scenario) -> None:

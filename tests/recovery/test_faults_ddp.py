@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 
 import pytest
 import torch
-from ddp_runs import GIVING_UP, QUICK, RANKS, run_ranks
-from fault_table import SCENARIOS, check
+from ddp_runs import GIVING_UP, QUICK, RANKS, SHARDED, everything, one_run, run_ranks, start_ranks
+from fault_table import SCENARIOS, Fault, check
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ddp"), QUICK)
+    return run_ranks(tmp_path_factory.mktemp("ddp"), everything, QUICK)
 
 
 @pytest.fixture(scope="module")
 def more_ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ddp"), tuple(name for name in SCENARIOS if name not in QUICK))
+    return run_ranks(tmp_path_factory.mktemp("ddp"), everything, tuple(name for name in SCENARIOS if name not in QUICK))
 
 
 def equal_on_all(ranks, name) -> bool:
@@ -50,6 +51,17 @@ def check_on_rank_one(name, ranks):
     assert ranks[1][f"{name}/True"].events == with_recovery.events, "all ranks decide alike"
 
 
+@pytest.mark.parametrize("name", SHARDED)
+def test_fault_on_a_sharded_model(name, ranks):
+    scenario = SCENARIOS[name]
+    clean, result = ranks[0]["clean", "None", "adamw", "{}", 7].loss, ranks[0][f"sharded/{name}"]
+    assert result.error == "" and result.loss <= clean * 1.02
+    assert equal_on_all(ranks, f"sharded/{name}")
+    first = result.events[0]
+    assert (first["verdict"], first["layer"], first["role"]) == scenario.verdict
+    assert first["ranks"] == ([1] if scenario.ranks else [])
+
+
 @pytest.mark.parametrize("name", GIVING_UP)
 def test_ranks_can_leave_a_batch_out(name, ranks):
     for rank in range(RANKS):
@@ -67,3 +79,20 @@ def test_a_clean_run_is_not_touched(ranks):
     guarded = ranks[0]["clean-guarded"]
     assert guarded.events == [] and clean.weights.keys() == guarded.weights.keys()
     assert all(torch.equal(clean.weights[key], guarded.weights[key]) for key in clean.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_takes_the_others_with_it_and_all_resume(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    fault = Fault("batch", 12, rank=0)
+    expected = run_ranks(whole, one_run, [fault])
+    codes = start_ranks(killed, one_run, [fault, Fault("kill", 27, rank=1)])
+    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, None), "no rank hangs"
+    resumed = run_ranks(killed, one_run, [fault])
+    assert max(int(path.stem.split("=")[1]) for path in killed.glob("*.ckpt")) == 96
+    assert equal_on_all(resumed, "run")
+    for rank in range(RANKS):
+        mine, theirs = resumed[rank]["run"], expected[rank]["run"]
+        assert all(torch.equal(mine.weights[key], theirs.weights[key]) for key in theirs.weights)

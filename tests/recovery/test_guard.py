@@ -187,7 +187,7 @@ def test_state_resumes_with_what_was_not_collected():
     assert guard.decide(optimizer, number=3) is None
     twin = StepGuard(model, [optimizer])
     twin.load_state_dict(copy.deepcopy(guard.state_dict()))
-    assert guard.rejected_at_end() == twin.rejected_at_end() == 1
+    assert guard.rejected_in_a_row() == twin.rejected_in_a_row() == 1
     mine, theirs = guard.outcomes(), twin.outcomes()
     assert mine == theirs and theirs[0].finding is not None
     guard.close()

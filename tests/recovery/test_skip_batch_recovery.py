@@ -255,22 +255,25 @@ def test_a_lasting_change_of_the_loss_is_relearnt(tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
     """A weight goes bad where no rewind may mend it; a checkpoint after every step; none may hold it."""
+    settings = {"skips": 100, "rewinds": 1}
+    faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0"), Fault("batch", 26), Fault("batch", 27)]
+    model, _ = fit(tmp_path, [FaultInjector(faults), recovery(**settings)], model=Net(MODES[mode]), max_steps=30)
+    assert math.isnan(test_loss(model)), "the fault is real"
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    callback = recovery(skips=100, rewinds=1)
-    faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0")]
+    callback = recovery(**settings)
     model, _ = fit(
         tmp_path, [FaultInjector(faults), callback, every], model=Net(MODES[mode]), max_steps=30,
         enable_checkpointing=True,
     )  # fmt: skip
-    assert math.isnan(test_loss(model)), "the fault is real"
     paths = list(tmp_path.glob("*step=*.ckpt"))
-    assert len(paths) == 30
+    assert len(paths) == 30 and math.isfinite(test_loss(model))
     for path in paths:
         state = torch.load(path, weights_only=True)
         assert all(value.isfinite().all() for value in state["state_dict"].values()), path
         moments = [v for s in state["optimizer_states"][0]["state"].values() for v in s.values()]
         assert all(value.isfinite().all() for value in moments), path
-    assert callback.events.counts["saved_last_good"] >= 8
+    reasons = [(e["step"], e.get("reason")) for e in callback.events.recent if e["event"] == "rewind"]
+    assert (28, "before a save") in reasons and len(reasons) == 3
 
 
 def test_counters_go_to_the_logger(tmp_path):
