@@ -126,7 +126,6 @@ def shard(
             param=param == "fp8",
             codec=codec,
             min_numel=min_numel,
-            dtype=policy.param_dtype,
         )
     return module
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -50,7 +49,6 @@ def communicate_fsdp_in_fp8(
     param: bool = True,
     codec: BlockCodec | None = None,
     min_numel: int = 0,
-    dtype: torch.dtype | None = None,
     grad_traffic: Traffic | None = None,
     param_traffic: Traffic | None = None,
 ) -> FSDPCommunication:
@@ -62,7 +60,6 @@ def communicate_fsdp_in_fp8(
         param: gather the weights of FP8 layers in FP8.
         codec: the blocks of gradients, and of weights under recipes with finer scales than one a weight.
         min_numel: collectives of fewer values go without FP8.
-        dtype: the ``param_dtype`` of FSDP's mixed precision.
         grad_traffic: counts the gradients' bytes.
         param_traffic: counts the weights'.
 
@@ -88,7 +85,7 @@ def communicate_fsdp_in_fp8(
         reduce_scatters.append(reduce_scatter)
     all_gathers = []
     if param:
-        scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)], dtype)
+        scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)])
         for conversion in conversions(model):
             conversion.runtime.before_training = scales.before_training
         modules[0].register_forward_pre_hook(_before_training(scales), prepend=True)

@@ -43,19 +43,15 @@ class GatheredScales:
     Args:
         modules: the FSDP modules that gather them.
         layers: the layers whose weights have one scale each.
-        dtype: what FSDP computes in: amaxes are those of the weights in this dtype; ``None`` is the weights' own.
 
     Attributes:
         table: the scales, in the slots of the role ``weight``.
         mode: what they were last set for, ``"training"`` or ``"evaluation"``; ``None`` before.
     """
 
-    def __init__(
-        self, modules: Sequence[FSDPModule], layers: Sequence[Float8Linear], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[FSDPModule], layers: Sequence[Float8Linear]) -> None:
         self.modules = modules
         self.layers = layers
-        self.dtype = dtype
         self.table = StatisticsTable([layer.fp8.name for layer in layers])
         self.mode: Literal["training", "evaluation"] | None = None
         self._link()
@@ -67,11 +63,12 @@ class GatheredScales:
                 module.reshard()
 
     @torch.no_grad()
-    def update(self, training: bool) -> None:
+    def update(self, training: bool, dtype: torch.dtype) -> None:
         """Take the amaxes of all shards, reduce them over all ranks at once, and set the scales. Every rank must call.
 
         Args:
             training: note the amaxes in the layers' own statistics and, where the recipe stores scales, use those.
+            dtype: what FSDP computes in: the amaxes are those of the weights in this dtype.
         """
         self.mode = "training" if training else "evaluation"
         if not self.layers:
@@ -80,9 +77,7 @@ class GatheredScales:
         if shards[0].device != self.table.device:
             self.table.to(shards[0].device)
             self._link()
-        amax = _amaxes(shards)
-        if self.dtype is not None:
-            amax = amax.to(self.dtype).float()
+        amax = _amaxes(shards).to(dtype).float()
         reduce_amax(amax)
         for scaling, rows, indices in _by_scaling([layer.fp8 for layer in self.layers]):
             self._set_scales(scaling, amax[rows], rows, indices, training)
@@ -167,10 +162,10 @@ class FP8AllGather:
         Raises:
             RuntimeError: the module's parameters are gathered in several dtypes at once, or are not those that it had.
         """
-        if self._leads or self._scales.mode is None:
-            self._scales.update(self._module.training)
         ranks = group.size()
         segments = self._segments(ranks, input_tensor)
+        if self._leads or self._scales.mode is None:
+            self._scales.update(self._module.training, input_tensor.dtype)
         sizes = [segment.numel for segment in segments]
         parts = [self._encode(segment, x) for segment, x in zip(segments, input_tensor.split(sizes), strict=True)]
         message = torch.cat(parts) if len(parts) > 1 else parts[0]
