@@ -79,6 +79,7 @@ class FP8Throughput(Callback):
         self.price_per_device_hour = price_per_device_hour
         self.metrics: dict[str, float] = {}
         self._counted: tuple[Flops, int] | None = None
+        self._counted_for: int | None = None
         self._counting: StepFlops | None = None
         self._stance: Any = None
         self._begin_run()
@@ -96,6 +97,9 @@ class FP8Throughput(Callback):
         self._begin_run()
         self._clock = _Clock(trainer.strategy.root_device)
         self._start_step = trainer.global_step
+        if self._counted_for not in (None, id(pl_module)):
+            self._counted = None  # Another model: what a checkpoint brought has no model yet.
+        self._counted_for = id(pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -75,7 +75,8 @@ def parse_shape(text: str) -> DecoderShape:
         raise ValueError(
             f"{text!r} is no shape: heads={heads} must divide the width, and kv_heads={kv_heads} the heads."
         )
-    return DecoderShape(*numbers[:5], heads, kv_heads)
+    _, ffn, layers, batch, length = numbers[:5]
+    return DecoderShape(width, ffn, layers, batch, length, heads, kv_heads)
 
 
 class Block(nn.Module):

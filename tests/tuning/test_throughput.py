@@ -170,6 +170,22 @@ def test_counting_changes_no_number_of_the_training_and_is_not_done_again_on_res
     assert resumed._counting is None
 
 
+def test_another_model_is_counted_anew() -> None:
+    class Wide(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2 * WIDTH, 64 * 5)
+
+    callback, model = FP8Throughput(), Net()
+    fit(callback, steps=2, model=model)
+    first = callback._counted
+    fit(callback, steps=2, model=model)
+    assert callback._counted is first
+    wide = Wide()
+    fit(callback, steps=2, model=wide)
+    assert callback._counted is not None and first is not None and callback._counted[0].high > first[0].high
+
+
 def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
     graphs: list[int] = []
 
