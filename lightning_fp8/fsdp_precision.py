@@ -23,7 +23,7 @@ class _FSDPBase(FSDPPrecision):
         super().__init__("bf16-mixed")
 
 
-class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):
+class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):  # type: ignore[misc]
     """FP8 training with ``FSDPStrategy``: ``Trainer(strategy=FSDPStrategy(...), plugins=[FP8FSDPPrecision()])``.
 
     The GEMMs run in FP8. FSDP1 gathers weights in bf16: it has no hook for another way. Gradients go in FP8 with the
@@ -50,7 +50,7 @@ class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):
         *,
         backend: Backend | str = "auto",
         precision: Literal["bf16-mixed", "bf16-true"] = "bf16-mixed",
-        loss_scale: float | None = None,
+        loss_scale: LossScale | None = None,
         layers: LayerSelection | Literal["auto"] = "auto",
         tokens: int | None = None,
     ) -> None:
@@ -63,8 +63,7 @@ class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):
                 "Transformer Engine's layers keep references to their weights, which FSDP1 replaces: use "
                 "backend='native' or 'torchao'."
             )
-        scale: LossScale | None = loss_scale
-        super().__init__(recipe, backend=backend, precision=precision, loss_scale=scale, layers=layers, tokens=tokens)
+        super().__init__(recipe, backend=backend, precision=precision, loss_scale=loss_scale, layers=layers, tokens=tokens)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the model, before FSDP1 wraps it."""

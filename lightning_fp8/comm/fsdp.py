@@ -37,8 +37,11 @@ class FSDPCommunication:
     replicated: bool
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """All modules of ``model`` that ``fully_shard`` was applied to, ``model`` included."""
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """All modules of ``model`` that ``fully_shard`` was applied to, ``model`` included.
+
+    Each is an ``nn.Module`` and an ``FSDPModule``, for which there is no type.
+    """
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

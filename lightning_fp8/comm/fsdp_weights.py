@@ -49,8 +49,8 @@ class GatheredScales:
         mode: what they were last set for, ``"training"`` or ``"evaluation"``; ``None`` before.
     """
 
-    def __init__(self, modules: Sequence[FSDPModule], layers: Sequence[Float8Linear]) -> None:
-        self.modules = modules
+    def __init__(self, modules: Iterable[nn.Module], layers: Sequence[Float8Linear]) -> None:
+        self.modules = [module for module in modules if isinstance(module, FSDPModule)]
         self.layers = layers
         self.table = StatisticsTable([layer.fp8.name for layer in layers])
         self.mode: Literal["training", "evaluation"] | None = None
@@ -126,7 +126,7 @@ class FP8AllGather:
 
     def __init__(
         self,
-        module: FSDPModule,
+        module: nn.Module,
         layers: Iterable[Float8Linear],
         scales: GatheredScales,
         leads: bool = False,
