@@ -183,7 +183,7 @@ class BlockCodec(_Codec):
             uint8 ``[rows, message_bytes(row_numel)]``.
         """
         messages = torch.empty(rows, self.message_bytes(row_numel), dtype=torch.uint8, device=x.device)
-        if _use_kernels(x):
+        if use_kernels(x):
             from lightning_fp8.kernels import block_codec
 
             target, key, tag = amax_target(self.fmt), self._seed(seed), self.tag(row_numel)
@@ -194,7 +194,7 @@ class BlockCodec(_Codec):
 
     def decode(self, messages: Tensor, row_numel: int, out: Tensor) -> None:
         """See the base class."""
-        if _use_kernels(messages):
+        if use_kernels(messages):
             from lightning_fp8.kernels import block_codec
 
             block_codec.decode(messages, out, row_numel, self.block, self.fmt, self.tag(row_numel))
@@ -211,7 +211,7 @@ class BlockCodec(_Codec):
         own_row: int = -1,
     ) -> None:
         """See the base class."""
-        if _use_kernels(messages):
+        if use_kernels(messages):
             from lightning_fp8.kernels import block_codec
 
             tag = self.tag(row_numel)
@@ -234,7 +234,7 @@ class BlockCodec(_Codec):
             uint8 ``[1, message_bytes(row_numel)]``.
         """
         message = torch.empty_like(messages[:1])
-        if _use_kernels(messages):
+        if use_kernels(messages):
             from lightning_fp8.kernels import block_codec
 
             target, key, tag = amax_target(self.fmt), self._seed(seed), self.tag(row_numel)
@@ -307,6 +307,7 @@ def _rows(x: Tensor, rows: int, row_numel: int) -> Tensor:
     return F.pad(x, (0, rows * row_numel - x.numel())).view(rows, row_numel)
 
 
-def _use_kernels(x: Tensor) -> bool:
+def use_kernels(x: Tensor) -> bool:
+    """Whether Triton's kernels run on the device of ``x``."""
     # A GPU build of torch brings Triton; some ship without it, and the reference runs there.
     return x.is_cuda and find_spec("triton") is not None

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import kernels
-from lightning_fp8.comm.codec import BlockCodec
+from lightning_fp8.comm.codec import BlockCodec, use_kernels
 from lightning_fp8.comm.collectives import gather_bytes
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.formats import compute_scale, dequantize
@@ -213,6 +213,11 @@ class FP8AllGather:
         slot, cast = segment.scale_and_cast
         if slot is None:
             out.copy_(self.codec.decode_rows(messages.contiguous(), segment.numel))
+            return
+        if use_kernels(out):
+            from lightning_fp8.kernels import weight_codes
+
+            weight_codes.decode(messages, out, slot, cast.format)
             return
         codes = messages[:, : out.shape[1]].contiguous().view(cast.format.dtype)
         out.copy_(dequantize(codes, 1 / slot[SCALE]))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.comm.codec import BlockCodec, amax_target
-from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import block_codec
+from lightning_fp8.formats import E4M3, E5M2, dequantize
+from lightning_fp8.kernels import block_codec, weight_codes
 
 SEED = 0x123456789ABCDEF
 # Values, rows, values in a row: whole and cut blocks, more rows than data, empty rows, several programs in a row.
@@ -75,6 +75,21 @@ def compare(codec: BlockCodec, device: str, dtype: torch.dtype, native: bool | N
         assert out.isnan().all()
 
 
+def compare_weight_codes(device: str, dtype: torch.dtype, native: bool | None) -> None:
+    """Every code, in rows that lie apart and reach over several programs."""
+    for fmt in (E4M3, E5M2):
+        messages = torch.arange(256, dtype=torch.uint8).repeat(3, 10)[:, :2512].contiguous()
+        if fmt is E5M2:
+            messages[(messages & 0x7F) > 0x7B] = 0x7F  # Other NaNs, and Inf, are never sent.
+        slot = torch.tensor([-1.0, 37.7, 5.0, -1.0])
+        out = torch.full((3, 2600), 99.0, dtype=dtype)
+        expected = out.clone()
+        expected[:, 50:2551] = dequantize(messages[:, :2501].contiguous().view(fmt.dtype), 1 / slot[1]).to(dtype)
+        out = out.to(device)
+        weight_codes.decode(messages.to(device), out[:, 50:2551], slot.to(device), fmt, native)
+        same(out, expected)
+
+
 def same(result: Tensor, expected: Tensor) -> None:
     """Equal in every bit, except that one NaN is as good as another."""
     result = result.cpu()
@@ -95,4 +110,6 @@ if __name__ == "__main__":
     for fmt, block, stochastic, dtype in choices:
         for native in (False,) if device == "cpu" else (False, None):
             compare(BlockCodec(fmt, block, stochastic), device, dtype, native)
+            if block == 128 and not stochastic and fmt is E4M3:
+                compare_weight_codes(device, dtype, native)
     print("same bits")

@@ -66,7 +66,8 @@ def parts_make_the_whole(rank: int, world: int) -> None:
     x, z = tokens(), tokens()
     target = tokens(requires_grad=False).flip(1)
     y, q = alone(x), parts(z)
-    torch.testing.assert_close(y, q, rtol=1e-4, atol=1e-5)
+    # Tensor cores' fast accumulation keeps fewer bits, and is applied to another number of terms here.
+    assert relative_error(q, y.double()) < (5e-3 if y.is_cuda else 1e-5)
     (y * target).sum().backward()
     (q * target).sum().backward()
     # Gradients are rounded to FP8 behind a sum in another order: a few land on the neighbouring code.
@@ -103,7 +104,7 @@ def sequences_are_gathered_in_fp8(rank: int, world: int) -> None:
         # What a rank computes from its part of the sequence is summed over all of them.
         assert all(same_on_all_ranks(whole(p.grad)) for p in (model.up.weight, model.up.bias, model.down.bias))
     # norm.weight and norm.bias are left to torch's own style, which sums them too.
-    assert max(results["bf16"]) < 5e-3, results
+    assert max(results["bf16"]) < (1e-2 if device().type == "cuda" else 5e-3), results
     assert max(results["fp8"]) < 0.08, results
     assert results["fp8"][0] > results["bf16"][0]
     assert traffic.calls == 2 and traffic.sent / traffic.bf16 <= 0.53
@@ -182,7 +183,7 @@ def shards_of_parts_train(rank: int, world: int) -> None:
 def parts_without_shards_train(rank: int, world: int) -> None:
     grid = init_device_mesh(device().type, (1, world), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    model = sharded(make(hidden=192), grid, tensor_parallel=plan)
+    model = sharded(make(hidden=192).to(device()), grid, tensor_parallel=plan)
     losses = train(model, group=0)
     assert losses[-1] < 20 and same_on_all_ranks(torch.tensor(losses))
 

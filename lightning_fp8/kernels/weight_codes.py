@@ -1,0 +1,48 @@
+"""Triton kernel that writes out gathered weight codes in the dtype that FSDP computes in: one read, one write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_fp8.formats import Format
+from lightning_fp8.kernels.block_codec import _uncast
+from lightning_fp8.statistics import SCALE
+
+_TILE = 2048  # values per program; each thread of 4 warps loads 16
+
+
+@triton.jit
+def _decode_kernel(
+    messages, out, slot, columns, message_stride, out_stride,
+    SCALE: tl.constexpr, TILE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    codes = tl.load(messages + row * message_stride + column, mask=inside, other=0)
+    values = _uncast(codes, MANTISSA_BITS, BIAS, NATIVE) * tl.div_rn(1.0, tl.load(slot + SCALE))
+    values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)  # The one code for NaN, in both formats.
+    tl.store(out + row * out_stride + column, values, mask=inside)
+
+
+def decode(messages: Tensor, out: Tensor, slot: Tensor, fmt: Format, native: bool | None = None) -> None:
+    """Write ``codes / scale`` into ``out``; the bits of :func:`lightning_fp8.formats.dequantize`.
+
+    Args:
+        messages: uint8 ``[ranks, at least values]``, codes first; rows may lie apart.
+        out: ``[ranks, values]``, any floating dtype; rows may lie apart.
+        slot: fp32 ``[4]``, with the scale that the codes were cast with.
+        fmt: of the codes.
+        native: use the GPU's FP8 conversion; by default where it has one.
+    """
+    if native is None:
+        native = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (8, 9)
+    rows, columns = out.shape
+    _decode_kernel[(triton.cdiv(columns, _TILE), rows)](
+        messages, out, slot, columns, messages.stride(0), out.stride(0),
+        SCALE, _TILE, fmt.mantissa_bits, fmt.bias, native,
+    )  # fmt: skip
