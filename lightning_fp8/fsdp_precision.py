@@ -63,7 +63,9 @@ class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):  # type: ignore[misc]
                 "Transformer Engine's layers keep references to their weights, which FSDP1 replaces: use "
                 "backend='native' or 'torchao'."
             )
-        super().__init__(recipe, backend=backend, precision=precision, loss_scale=loss_scale, layers=layers, tokens=tokens)
+        super().__init__(
+            recipe, backend=backend, precision=precision, loss_scale=loss_scale, layers=layers, tokens=tokens
+        )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the model, before FSDP1 wraps it."""

@@ -41,7 +41,7 @@ class ScalingState:
         self._format_maxima = _format_maxima(recipe, table.device)
         if isinstance(recipe, DelayedScaling):
             shape = (len(table.names), len(ROLES))
-            self.history = torch.zeros(*shape, recipe.amax_history_len, device=table.device)
+            self.history = torch.zeros(*shape, recipe.amax_history_len, dtype=torch.float32, device=table.device)
             self.position = torch.zeros(shape, dtype=torch.int64, device=table.device)
         if isinstance(recipe, StaticScaling):
             for index, role in enumerate(ROLES):
@@ -189,6 +189,5 @@ def _format_maxima(recipe: Recipe, device: torch.device) -> Tensor:
     """The largest value of each role's format, straight and transposed: fp32 ``[2, 3]``."""
     casts = [recipe.casts[role] for role in ROLES]
     pairs = [(c.straight, c.transposed) for c in casts]
-    return torch.tensor(
-        [[c.format.max if c else 1.0 for c in uses] for uses in zip(*pairs, strict=True)], device=device
-    )
+    maxima = [[c.format.max if c else 1.0 for c in uses] for uses in zip(*pairs, strict=True)]
+    return torch.tensor(maxima, dtype=torch.float32, device=device)

@@ -46,7 +46,7 @@ class StatisticsTable:
 
     def __init__(self, names: Iterable[str], device: torch.device | str = "cpu") -> None:
         self.names = list(names)
-        self.data = torch.zeros(len(self.names), len(ROLES), SLOT_SIZE, device=device)
+        self.data = torch.zeros(len(self.names), len(ROLES), SLOT_SIZE, dtype=torch.float32, device=device)
         self.data[..., AMAX] = NOT_SEEN
         self.data[..., LAST_AMAX] = NOT_SEEN
 

@@ -98,7 +98,7 @@ class _Codec:
         out.copy_(self._sum_rows(messages, row_numel, factor, own, own_row)[: out.numel()])
 
     def _sum_rows(self, messages: Tensor, row_numel: int, factor: float, own: Tensor | None, own_row: int) -> Tensor:
-        total = torch.zeros(row_numel, device=messages.device)
+        total = torch.zeros(row_numel, dtype=torch.float32, device=messages.device)
         for row, message in enumerate(messages):
             if own is not None and row == own_row:
                 total[: own.numel()] += own

@@ -215,7 +215,7 @@ class FP8Collectives:
         if lost is None:
             message = codec.reduce_encode(received, chunk, factor, own, self.rank, self._next_seed(stage=1))
         else:
-            total = torch.empty(chunk, device=flat.device)
+            total = torch.empty(chunk, dtype=torch.float32, device=flat.device)
             codec.reduce(received, chunk, total, factor, own, self.rank)
             message = codec.encode(total, 1, chunk, self._next_seed(stage=1))
             # Its own chunk a rank sums unrounded, but it rounds the result.
@@ -298,7 +298,7 @@ class FP8Collectives:
         return torch.cat(rows), [row.numel() for row in rows]
 
     def _decoded(self, messages: Tensor, row_numel: int, numel: int) -> Tensor:
-        values = torch.empty(numel, device=messages.device)
+        values = torch.empty(numel, dtype=torch.float32, device=messages.device)
         self.codec.decode(messages, row_numel, values)
         return values
 

@@ -322,7 +322,7 @@ def _by_scaling(states: Sequence[Float8State]) -> Iterator[tuple[ScalingState, l
 
 def _amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each tensor, fp32; 0 for an empty one."""
-    amax = torch.zeros(len(tensors), device=tensors[0].device)
+    amax = torch.zeros(len(tensors), dtype=torch.float32, device=tensors[0].device)
     filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     if filled:
         norms = torch._foreach_norm([tensors[index] for index in filled], torch.inf)

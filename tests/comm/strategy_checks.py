@@ -236,6 +236,18 @@ def fsdp2_trains_and_resumes(rank: int, world: int) -> None:
         assert isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local())
 
 
+def true_bf16_trains_sharded(rank: int, world: int) -> None:
+    # New tensors are bf16 by default then; scales and statistics are not.
+    losses = {}
+    for param in ("bf16", "fp8"):
+        plugin = FP8Precision(precision="bf16-true", layers=LayerSelection())
+        model = Sharded({"param": param, "min_numel": 0, "activation_checkpointing": True})
+        fit(model, model_parallel(), plugin=plugin, gradient_clip_val=0.5, accumulate_grad_batches=2)
+        losses[param] = mean_losses(model)
+        assert plugin.conversions[0].runtime.table.data.dtype == torch.float32
+    assert losses["bf16"] == losses["fp8"]
+
+
 def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     plan = {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()}
     model = Sharded({"tensor_parallel": plan}, hidden=192)
@@ -281,6 +293,7 @@ CHECKS = [
     skipped_steps_drop_residuals,
     fsdp1_trains_in_fp8,
     fsdp2_trains_and_resumes,
+    true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
     unconverted_shards_are_refused,
     what_cannot_be_is_refused,
