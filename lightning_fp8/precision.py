@@ -309,8 +309,11 @@ def _register_steps(module: nn.Module) -> None:
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
         # The base class of all LightningModules has the methods too; whoever does not override them has no such step.
-        if owner is not None and owner.__name__ != "LightningModule" and name not in vars(module):
+        overridden = owner is not None and owner.__name__ != "LightningModule"
+        if overridden and not getattr(getattr(module, name), "_gathers_weights", False):
             register_fsdp_forward_method(module, name)
+            # Seen through wrappers around it, which take a function's attributes over.
+            vars(module)[name].__func__._gathers_weights = True
 
 
 def _saved_in_mid_epoch(checkpoint: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.linear import Float8Linear
 
@@ -259,6 +260,17 @@ def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     assert same_on_all_ranks(losses, pair[rank // 2])
 
 
+def recovery_surrounds_sharded_steps(rank: int, world: int) -> None:
+    shard = {"param": "fp8", "grad": "fp8", "min_numel": 0}
+    plain, watched = Sharded(shard), Sharded(shard)
+    fit(plain, model_parallel())
+    for fits in (1, 2):
+        watched.losses.clear()
+        fit(watched, model_parallel(), callbacks=[SkipBatchRecovery()])
+        assert fits == 2 or mean_losses(watched) == mean_losses(plain)
+        assert len(watched.losses) == 4 and torch.stack(watched.losses).isfinite().all()
+
+
 def unconverted_shards_are_refused(rank: int, world: int) -> None:
     class ByHand(Module):
         def configure_model(self) -> None:
@@ -295,6 +307,7 @@ CHECKS = [
     fsdp2_trains_and_resumes,
     true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
+    recovery_surrounds_sharded_steps,
     unconverted_shards_are_refused,
     what_cannot_be_is_refused,
 ]
