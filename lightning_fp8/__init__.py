@@ -5,6 +5,8 @@ from __future__ import annotations
 from lightning_fp8 import operators  # noqa: F401 (registers torch.ops.lightning_fp8.scaled_linear)
 from lightning_fp8.callbacks import (
     AmaxMonitor,
+    EMAOfAcceptedSteps,
+    Fault,
     FaultInjector,
     FP8Communication,
     FP8HealthError,
@@ -34,6 +36,7 @@ __all__ = [
     "AmaxMonitor",
     "BlockwiseScaling",
     "DelayedScaling",
+    "EMAOfAcceptedSteps",
     "FP8Communication",
     "FP8FSDPPrecision",
     "FP8HealthError",
@@ -41,6 +44,7 @@ __all__ = [
     "FP8Precision",
     "FP8Report",
     "FP8Throughput",
+    "Fault",
     "FaultInjector",
     "LayerSelection",
     "MXFP8Scaling",

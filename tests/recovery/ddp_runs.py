@@ -157,4 +157,9 @@ def run_ranks(
     codes = start_ranks(directory, runs, *arguments)
     if codes != [0] * RANKS:
         raise RuntimeError(f"The ranks ended with {codes}; what they raised stands in the captured output.")
+    return load_ranks(directory)
+
+
+def load_ranks(directory: Path) -> list[dict[str, Result]]:
+    """What each rank left in ``directory``."""
     return [torch.load(directory / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]

@@ -7,18 +7,19 @@ import statistics
 
 import pytest
 import torch
-from ddp_runs import GIVING_UP, QUICK, RANKS, SHARDED, everything, one_run, run_ranks, start_ranks
+from ddp_runs import GIVING_UP, QUICK, RANKS, SHARDED, everything, load_ranks, one_run, run_ranks, start_ranks
 from fault_table import SCENARIOS, Fault, check
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ddp"), everything, QUICK)
+def ranks(made_once):
+    return load_ranks(made_once("ddp", lambda directory: run_ranks(directory, everything, QUICK)))
 
 
 @pytest.fixture(scope="module")
-def more_ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ddp"), everything, tuple(name for name in SCENARIOS if name not in QUICK))
+def more_ranks(made_once):
+    names = tuple(name for name in SCENARIOS if name not in QUICK)
+    return load_ranks(made_once("ddp-more", lambda directory: run_ranks(directory, everything, names)))
 
 
 def equal_on_all(ranks, name) -> bool:

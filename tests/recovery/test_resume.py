@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 import signal
@@ -18,14 +19,16 @@ KILLS = sorted(random.Random(5).sample(range(EVERY + 1, STEPS - 1), 10))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(made_once):
     """The uninterrupted runs, by optimizer."""
-    runs = {}
-    for optimizer in ("adamw", "adamw-fused"):
-        directory = tmp_path_factory.mktemp(optimizer)
+
+    def run(optimizer, directory):
         assert in_a_process(directory, optimizer, None, False, directory / "saves") == 0
-        runs[optimizer] = directory
-    return runs
+
+    return {
+        optimizer: made_once(f"whole-{optimizer}", functools.partial(run, optimizer))
+        for optimizer in ("adamw", "adamw-fused")
+    }
 
 
 def differences(one, other) -> list[str]:
