@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, FP8Precision, StaticScaling, convert_model
+from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection, StaticScaling, convert_model
 from lightning_fp8 import step as fp8_step
 from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
 from lightning_fp8.kernels import fbgemm, reference
@@ -142,7 +142,8 @@ def test_non_finite_operands_are_seen(name: str, value: float) -> None:
         x = batch(1)
         x[3, 5] = value
         y = forward(model, x)
-        assert not y.isfinite().all()
+        # Transformer Engine's casts turn an Inf into the largest finite value: only the amax shows it.
+        assert bool(y.isfinite().all()) is (name.startswith("transformer_engine") and math.isinf(value))
         sees = not runtime_of(model).table.amax[0, 0].isfinite()
         # Transformer Engine's own amaxes are taken with fmaxf, which drops NaN.
         assert bool(sees) is not (name.endswith("library amax") and math.isnan(value))
@@ -198,7 +199,8 @@ def test_under_the_trainer(name: str, tmp_path: Any) -> None:
             self.layer = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 2))
 
     usable(BACKENDS[name], get_recipe("tensorwise"))
-    plugin = FP8Precision("tensorwise", backend=BACKENDS[name])
+    # "auto" would leave layers of this size in bf16.
+    plugin = FP8Precision("tensorwise", backend=BACKENDS[name], layers=LayerSelection())
     Trainer(
         max_steps=3,
         limit_val_batches=1,
@@ -210,7 +212,7 @@ def test_under_the_trainer(name: str, tmp_path: Any) -> None:
         enable_model_summary=False,
         default_root_dir=tmp_path,
     ).fit(Model())
-    assert f"{plugin.settings.backend.name} backend, native" in plugin.summary()
+    assert plugin.conversions[0].converted and plugin.conversions[0].support.kind == "native"
 
 
 # --- torchao
