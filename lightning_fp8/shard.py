@@ -92,7 +92,7 @@ def shard(
     _check(module, mesh, tensor_mesh, tensor_parallel, backend)
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
-    device = torch.device(mesh.device_type)
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     convert_model(
         module, recipe, backend=backend, layers=layers, tokens=tokens, autocast_only=autocast_only, device=device
     )
@@ -117,7 +117,7 @@ def shard(
         if isinstance(layer, Float8Linear):
             layer.fp8.follow(layer.weight)
             layer.fp8.shard_weight()
-    if "fp8" in (grad, param):
+    if "fp8" in (grad, param) and data_mesh.size() > 1:
         if min_numel is None:
             min_numel = DEFAULT_MIN_NUMEL[link_between(None, device)]
         communicate_fsdp_in_fp8(

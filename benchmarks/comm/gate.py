@@ -142,7 +142,7 @@ def main() -> None:
 
     reference = [run(REFERENCE, seed, settings, fp8())[0] for seed in range(max(MIN_SIGMA_RUNS, settings.seeds))]
     noise = Noise.of(reference)
-    seeds = max(settings.seeds, noise.seeds_needed())
+    seeds = max(settings.seeds, noise.seeds_needed())  # Fewer would leave the limit above 1% of the loss.
     reference += [run(REFERENCE, seed, settings, fp8())[0] for seed in range(len(reference), seeds)]
     control = [
         run(REFERENCE, s, settings, FP8Precision(StaticScaling(), layers=LayerSelection()))[0] for s in range(seeds)

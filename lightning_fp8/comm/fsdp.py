@@ -120,6 +120,8 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
         if isinstance(layer, Float8Linear)
         and type(layer.fp8) is Float8State
         and isinstance(layer.weight, DTensor)
+        # What one rank holds whole is not gathered.
+        and shard_ranks(layer.weight) > 1
         and uses[id(layer.weight)] == 1
     ]
 
