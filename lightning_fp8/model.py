@@ -17,6 +17,7 @@ from lightning_fp8.backends import Backend, Choice, Runtime, Support, resolve_ba
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
+from lightning_fp8.statistics import on_cpu
 from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
 
 log = logging.getLogger(__name__)
@@ -111,13 +112,17 @@ class Conversion:
         if self.runtime.before_training is not None:
             self.runtime.before_training()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and CPU tensors: enough to resume bit for bit."""
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
         return {
             "layers": self.converted,
             "step_pending": self.step_pending,
-            "runtime": self.runtime.state_dict(),
+            "runtime": self.runtime.live_state(),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and CPU tensors: enough to resume bit for bit."""
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state, whatever backend it comes from; one of another recipe is warned of, and left alone."""

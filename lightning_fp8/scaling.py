@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling
-from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
+from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable, on_cpu
 
 
 class ScalingState:
@@ -107,13 +107,16 @@ class ScalingState:
             scale = self.table.data[..., column]
             scale.copy_(torch.where(first, 0.0, scale))
 
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
+        state: dict[str, Any] = {"recipe": self.recipe.to_dict(), "table": self.table.live_state()}
+        if self.history is not None and self.position is not None:
+            state |= {"history": self.history, "position": self.position}
+        return state
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, on the CPU."""
-        state: dict[str, Any] = {"recipe": self.recipe.to_dict(), "table": self.table.state_dict()}
-        if self.history is not None and self.position is not None:
-            state["history"] = self.history.cpu().clone()
-            state["position"] = self.position.cpu().clone()
-        return state
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the state of the same recipe; layers are matched by name.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import dlpack
+from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.recipes import ROLES, Role
 
@@ -75,9 +76,13 @@ class StatisticsTable:
         last.copy_(torch.where(amax < 0, last, amax))
         amax.fill_(NOT_SEEN)
 
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
+        return {"names": list(self.names), "data": self.data}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, on the CPU."""
-        return {"names": list(self.names), "data": self.data.detach().cpu().clone()}
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the rows whose names are known here.
@@ -90,6 +95,12 @@ class StatisticsTable:
             if name in rows:
                 self.data[index].copy_(state["data"][rows[name]])
         return [name for name in self.names if name not in rows]
+
+
+def on_cpu(live_state: dict[str, Any]) -> dict[str, Any]:
+    """A state with copies of its tensors on the CPU; waits for the device."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), live_state)
+    return copied
 
 
 def _own_storage(view: Tensor) -> Tensor:

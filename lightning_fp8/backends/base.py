@@ -17,7 +17,7 @@ from lightning_fp8.linear import Float8State
 from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.selection import linear_layers
-from lightning_fp8.statistics import StatisticsTable
+from lightning_fp8.statistics import StatisticsTable, on_cpu
 
 
 class Support(NamedTuple):
@@ -93,9 +93,13 @@ class Runtime:
         for name in names:
             self.states[self.table.names.index(name)].enabled = enabled
 
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
+        return self.scaling.live_state()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors."""
-        return self.scaling.state_dict()
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the state of the same recipe; returns the names of layers it does not have.

@@ -188,7 +188,8 @@ class SkipBatchRecovery(Callback):
             self._loaded = None
         guard.fp8.set_enabled(self.ladder.fallen, False)
         if self.snapshot_every is not None:
-            others: dict[str, Any] = {"guard": guard, "fp8": guard.fp8}
+            others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
+            others["fp8"] = guard.fp8
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             self.snapshots.capture(trainer.global_step)

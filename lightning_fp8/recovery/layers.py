@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.recipes import ROLES
-from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN
+from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN, on_cpu
 
 
 class FP8Layers:
@@ -70,9 +70,13 @@ class FP8Layers:
                 conversion, row = self._rows[name]
                 conversion.runtime.set_enabled([row], enabled)
 
+    def live_state(self) -> dict[str, Any]:
+        """The scale state of all of them, its tensors where they are."""
+        return {str(index): conversion.live_state() for index, conversion in enumerate(self._conversions)}
+
     def state_dict(self) -> dict[str, Any]:
-        """The scale state of all of them."""
-        return {str(index): conversion.state_dict() for index, conversion in enumerate(self._conversions)}
+        """The same, on the CPU."""
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to ``state``."""

@@ -1,8 +1,11 @@
 """The last good state, in this host's memory.
 
 Every rank keeps what it holds itself: of a sharded model its shards. A capture copies to pinned memory on a stream of
-its own while the next forward and backward run; only the next optimizer step waits for it. Two copies are kept: the
-newest is a *candidate* until a later step shows that its weights are sound, and never overwrites the *good* one before.
+its own while the next forward and backward run; only the next optimizer step waits for it, and the host never does.
+What a forward moves (buffers, scale state, statistics) is copied on the device first.
+
+Two copies are kept: the newest is a *candidate* until a later step shows that its weights are sound, and never
+overwrites the *good* one before.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_fp8.recovery.verdict import local_values
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 
 
 class Stateful(Protocol):
-    """Whatever has a state of plain values and tensors: schedulers, scale state, statistics."""
+    """Whatever has a state of plain values and tensors: schedulers, scale state, statistics.
+
+    Where there is a ``live_state()``, the same with the tensors themselves, on their device, that is taken.
+    """
 
     def state_dict(self) -> Any: ...
 
@@ -38,7 +45,7 @@ class Snapshot:
         self.label: Any = None
         self.tensors: dict[str, Tensor] = {}
         self.groups: list[list[dict[str, Any]]] = []
-        self.states: dict[str, Any] = {}
+        self.states: dict[str, tuple[list[Any], TreeSpec]] = {}
         self.rng: dict[str, Any] = {}
 
 
@@ -48,7 +55,7 @@ class Snapshots:
     Args:
         module: weights and buffers, restored in place.
         optimizers: state and parameter groups, restored in place.
-        others: further things with a state, by name; they are small and copied at once.
+        others: further things with a state, by name; small ones, for their tensors are copied on the device first.
     """
 
     def __init__(
@@ -67,9 +74,16 @@ class Snapshots:
         self.wait()
         snapshot, self._spare = self.candidate or self._spare, Snapshot()
         live = dict(self._tensors())
+        snapshot.states = {}
+        for name, other in self.others.items():
+            leaves, spec = tree_flatten(getattr(other, "live_state", other.state_dict)())
+            live |= {_place(name, index): leaf for index, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
+            plain = [None if torch.is_tensor(leaf) else copy.deepcopy(leaf) for leaf in leaves]
+            snapshot.states[name] = plain, spec
         on_gpu = next((t.device for t in live.values() if t.is_cuda), None)
-        # The next forward may move buffers while the copy runs: copies of them on the device are what is copied.
-        staged = {n: t.clone() if n.startswith("buffer.") and t.is_cuda else t for n, t in live.items()}
+        # The next forward may move these while the copy runs: copies of them on the device are what is copied.
+        moving = ("buffer.", "other.")
+        staged = {n: t.clone() if n.startswith(moving) and t.is_cuda else t for n, t in live.items()}
         old, snapshot.tensors = snapshot.tensors, {}
         if on_gpu is not None:
             self._stream = self._stream or torch.cuda.Stream(on_gpu)
@@ -88,7 +102,6 @@ class Snapshots:
         if self._stream is not None:
             self._copied = self._stream.record_event()
         snapshot.groups = [[group_settings(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        snapshot.states = {name: copy.deepcopy(other.state_dict()) for name, other in self.others.items()}
         snapshot.rng = collect_rng_state()
         snapshot.label = label
         self.candidate = snapshot
@@ -140,7 +153,12 @@ class Snapshots:
             if name in good.tensors:
                 tensor.copy_(good.tensors[name])
         for name, other in self.others.items():
-            other.load_state_dict(copy.deepcopy(good.states[name]))
+            plain, spec = good.states[name]
+            leaves = [
+                good.tensors[place].clone() if (place := _place(name, index)) in good.tensors else copy.deepcopy(leaf)
+                for index, leaf in enumerate(plain)
+            ]
+            other.load_state_dict(tree_unflatten(leaves, spec))
         restore_rng_state(good.rng)
         return good.label
 
@@ -157,6 +175,11 @@ class Snapshots:
         return found
 
 
+def _place(name: str, index: int) -> str:
+    """Where a tensor of another thing's state is kept: its place among the leaves of that state."""
+    return f"other.{name}.{index}"
+
+
 def _optimizer_parameters(index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """The optimizer's parameters in the order that its state_dict numbers them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -166,7 +189,7 @@ def _optimizer_parameters(index: int, optimizer: Optimizer) -> list[tuple[str, T
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Learning rate and the like of a parameter group."""
     values = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in values.items()}
+    return {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in values.items()}
 
 
 def set_group_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:

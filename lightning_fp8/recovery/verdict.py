@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.recipes import ROLES
+from lightning_fp8.statistics import on_cpu
 
 #: A normal distribution's sigma in units of its median absolute deviation.
 MAD_TO_SIGMA = 1.4826
@@ -102,9 +103,13 @@ class SpikeStatistics:
         self.values.fill_(math.nan)
         self.count.zero_()
 
+    def live_state(self) -> dict[str, Tensor]:
+        """What :meth:`state_dict` copies to the CPU, where it is."""
+        return {"values": self.values, "count": self.count}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors on the CPU."""
-        return {"values": self.values.cpu().clone(), "count": self.count.cpu().clone()}
+        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on where ``state`` was; another window starts anew, for its ring has another length."""

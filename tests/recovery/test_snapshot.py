@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fp8 import convert_model, step
+from lightning_fp8.model import conversions
+from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.snapshot import Snapshots
+from lightning_fp8.recovery.verdict import SpikeStatistics, Thresholds
 
 
 def make(optimizer: str):
@@ -82,3 +86,57 @@ def test_host_memory_is_reused():
         places.add(snapshots.candidate.tensors["parameter.0.weight"].data_ptr())
         snapshots.promote()
     assert len(places) == 2
+
+
+class Waits:
+    """Something whose ``state_dict`` would wait for the device."""
+
+    def __init__(self, inner) -> None:
+        self.live_state, self.load_state_dict = inner.live_state, inner.load_state_dict
+
+    def state_dict(self):
+        raise AssertionError("a snapshot must not wait for the device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_and_statistics_come_back_without_a_wait(device):
+    torch.manual_seed(0)
+    model = convert_model(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)).to(device), "delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    statistics = SpikeStatistics(Thresholds(window=8, warmup=2), device)
+    batches = torch.randn(8, 16, 16, device=device)
+
+    def train() -> None:
+        for batch in batches:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step(model)
+            statistics.update(torch.stack((loss.detach(), loss.detach())), torch.ones((), dtype=torch.bool).to(device))
+
+    def state() -> list[torch.Tensor]:
+        fp8 = conversions(model)[0].state_dict()["runtime"]
+        found = [fp8["table"]["data"], fp8["history"], fp8["position"], *statistics.state_dict().values()]
+        return [*found, *(p.detach().cpu().clone() for p in model.parameters())]
+
+    train()
+    snapshots = Snapshots(model, [optimizer], {"fp8": Waits(FP8Layers(model)), "statistics": Waits(statistics)})
+    before = state()
+    sync = torch.cuda.set_sync_debug_mode if device == "cuda" else lambda mode: None
+    snapshots.capture()  # Pinned memory is allocated once, which waits.
+    sync("error")
+    try:
+        snapshots.capture()
+    finally:
+        sync("default")
+    snapshots.promote()
+    train()
+    after = state()
+    snapshots.restore()
+    assert all(torch.equal(one, other) for one, other in zip(state(), before, strict=True))
+    train()
+    assert all(torch.equal(one, other) for one, other in zip(state(), after, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    snapshots.restore()
+    assert all(torch.equal(one, other) for one, other in zip(state(), before, strict=True)), "again"
