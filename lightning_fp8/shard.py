@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,11 +17,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_fp8.backends import Backend, TransformerEngineBackend
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
-from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, link_between
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.model import convert_model
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, find_blocks, linear_layers
+
+log = logging.getLogger(__name__)
 
 #: Names of the mesh dimension along which layers are split; the other dimensions are data parallel.
 TENSOR_PARALLEL_NAMES = ("tensor_parallel", "tp")
@@ -92,7 +95,7 @@ def shard(
     _check(module, mesh, tensor_mesh, tensor_parallel, backend)
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     convert_model(
         module, recipe, backend=backend, layers=layers, tokens=tokens, autocast_only=autocast_only, device=device
     )
@@ -120,13 +123,10 @@ def shard(
     if "fp8" in (grad, param) and data_mesh.size() > 1:
         if min_numel is None:
             min_numel = DEFAULT_MIN_NUMEL[link_between(None, device)]
-        communicate_fsdp_in_fp8(
-            module,
-            grad=grad == "fp8",
-            param=param == "fp8",
-            codec=codec,
-            min_numel=min_numel,
-        )
+        if min_numel >= NEVER:
+            log.warning("FP8 communication is off, for on this link it is slower than bf16: min_numel=0 forces it.")
+        else:
+            communicate_fsdp_in_fp8(module, grad=grad == "fp8", param=param == "fp8", codec=codec, min_numel=min_numel)
     return module
 
 

@@ -38,8 +38,8 @@ class FP8Communication(Callback):
     Args:
         grad: ``"fp8"``, or ``"bf16"`` to leave gradients as the strategy sends them.
         param: the same for weights.
-        min_numel: collectives of fewer values go without FP8. By default what the link between the ranks makes worth
-            it: never between GPUs of one host, where the casts take longer than the bytes saved.
+        min_numel: collectives of fewer values go in bf16 (weights: as they are). By default what the link between the
+            ranks makes worth it: never between GPUs of one host, where the casts take longer than the bytes saved.
         block: gradients that share a scale.
         format: of gradients, ``"e4m3"`` or ``"e5m2"``.
         stochastic: round gradients stochastically.
@@ -145,7 +145,10 @@ class FP8Communication(Callback):
         link = link_between(group, strategy.root_device)
         min_numel = DEFAULT_MIN_NUMEL[link] if self.min_numel is None else self.min_numel
         self._lines = [f"  link: {link}; {_threshold(min_numel, self.min_numel is None)}"]
-        if isinstance(model, DistributedDataParallel):
+        if min_numel >= NEVER:
+            # Nothing is installed: even a hook that sends no FP8 would change what is sent.
+            self._lines.append("  gradients and weights: as the strategy sends them")
+        elif isinstance(model, DistributedDataParallel):
             self._install_ddp(model, group, min_numel)
         elif isinstance(model, FullyShardedDataParallel):
             self._install_fsdp1(model, group, min_numel)
@@ -202,7 +205,7 @@ class FP8Communication(Callback):
         model.register_comm_hook(self._gradients, fp8_gradient_hook)
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._lines += [
-            self._gradient_line("all-reduce, buckets", numel, 2, group, min_numel),
+            self._gradient_line("all-reduce, buckets", numel, 2, group),
             "  weights: DDP gathers none",
         ]
 
@@ -211,7 +214,7 @@ class FP8Communication(Callback):
         # Each rank holds its shards only.
         numel = sum(parameter.numel() for parameter in model.parameters()) * dist.get_world_size(group)
         self._lines += [
-            self._gradient_line("reduce-scatter", numel, 1, group, min_numel),
+            self._gradient_line("reduce-scatter", numel, 1, group),
             "  weights: bf16 (FSDP1 has no hook for its all-gather)",
         ]
 
@@ -227,13 +230,13 @@ class FP8Communication(Callback):
         )
         self._lines += [
             self._fsdp2_gradients(module, installed, min_numel),
-            self._fsdp2_weights(installed, min_numel),
+            self._fsdp2_weights(installed),
         ]
         if installed.replicated:
             self._lines.append("  between replicas (HSDP): all-reduce as it is, for FSDP2 has no hook to replace it")
 
     def _fsdp2_gradients(self, module: pl.LightningModule, installed: FSDPCommunication, min_numel: int) -> str:
-        if not installed.reduce_scatters or min_numel >= NEVER:
+        if not installed.reduce_scatters:
             return "  gradients: reduce-scatter, as they are"
         before = after = 0
         for part in fsdp_modules(module):
@@ -246,8 +249,8 @@ class FP8Communication(Callback):
         how = f"{self.codec.fmt} in blocks of {self.codec.block}"
         return f"  gradients: reduce-scatter, {how}: {_bytes(before, after)} a step"
 
-    def _fsdp2_weights(self, installed: FSDPCommunication, min_numel: int) -> str:
-        if not installed.all_gathers or min_numel >= NEVER:
+    def _fsdp2_weights(self, installed: FSDPCommunication) -> str:
+        if not installed.all_gathers:
             return "  weights: all-gather, as they are"
         before = after = layers = 0
         for gather in installed.all_gathers:
@@ -258,11 +261,9 @@ class FP8Communication(Callback):
                 layers += in_fp8
         return f"  weights: all-gather, {layers} layers in FP8: {_bytes(before, after)} each time that all are gathered"
 
-    def _gradient_line(self, what: str, numel: int, rounds: int, group: Any, min_numel: int) -> str:
+    def _gradient_line(self, what: str, numel: int, rounds: int, group: Any) -> str:
         ranks = dist.get_world_size(group)
         before = rounds * (ranks - 1) * numel * 2 // ranks
-        if min_numel >= NEVER:
-            return f"  gradients: {what}, as they are"
         after = rounds * (ranks - 1) * self.codec.message_bytes(-(-numel // ranks))
         return f"  gradients: {what}, {self.codec.fmt} in blocks of {self.codec.block}: {_bytes(before, after)} a step"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -126,12 +126,12 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
     ]
 
 
-def shard_ranks(parameter: nn.Parameter) -> int:
+def shard_ranks(parameter: Tensor) -> int:
     """How many ranks share the shards of a parameter that FSDP2 sharded."""
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh.size(1 if _is_replicated(parameter) else 0)
 
 
-def _is_replicated(parameter: nn.Parameter) -> bool:
+def _is_replicated(parameter: Tensor) -> bool:
     """Whether FSDP shards over the second dimension of its mesh, and replicates over the first."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import warnings
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.linear import Float8Linear
 
@@ -138,6 +140,19 @@ def ddp_really_sends_fp8(rank: int, world: int) -> None:
     assert traffic.calls >= 4 and traffic.sent <= 0.56 * traffic.bf16
     summary = communication.summary()
     assert "all-reduce" in summary and "DDP gathers none" in summary and f"{traffic.sent:,} bytes sent" in summary
+
+
+def a_link_too_fast_for_fp8_changes_nothing(rank: int, world: int) -> None:
+    for make, strategy in ((Module, ddp), (lambda: Sharded({}), model_parallel)):
+        plain, off = make(), make()
+        fit(plain, strategy())
+        communication = FP8Communication()
+        # As on GPUs of one host.
+        with mock.patch.dict(DEFAULT_MIN_NUMEL, cpu=DEFAULT_MIN_NUMEL["nvlink"], network=DEFAULT_MIN_NUMEL["nvlink"]):
+            fit(off, strategy(), callbacks=[communication])
+        assert "FP8 is off" in communication.summary() and "min_numel=0 forces it" in communication.summary()
+        assert torch.equal(torch.stack(plain.losses), torch.stack(off.losses))
+        assert communication.grad_traffic.calls == communication.param_traffic.calls == 0
 
 
 def error_feedback_resumes(rank: int, world: int) -> None:
@@ -301,6 +316,7 @@ warnings.simplefilter("ignore")
 
 CHECKS = [
     ddp_really_sends_fp8,
+    a_link_too_fast_for_fp8_changes_nothing,
     error_feedback_resumes,
     skipped_steps_drop_residuals,
     fsdp1_trains_in_fp8,
