@@ -71,8 +71,21 @@ def to_linear(model: nn.Module) -> None:
             hooks = layer._forward_pre_hooks
             for key in [k for k, hook in hooks.items() if hook in (_convert_when_materialized, _forbid_fast_path)]:
                 del hooks[key]
-            if isinstance(layer, Float8Linear):
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
+            layer.__class__ = _linear_class(type(layer))
+
+
+def _linear_class(cls: type) -> type:
+    """``nn.Linear`` for the class of a converted layer, and for what torch has made of it since.
+
+    Parametrization and ``fully_shard`` give a layer a class of their own making, derived from the one they find.
+    """
+    if not issubclass(cls, Float8Linear):
+        return cls
+    if not cls.__module__.startswith("torch."):
+        return nn.Linear
+    found = next(base for base in cls.__bases__ if issubclass(base, Float8Linear))
+    own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace(found.__name__, "Linear"), tuple(map(_linear_class, cls.__bases__)), own)
 
 
 def _convert_when_materialized(layer: nn.Module, args: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lightning_fp8
@@ -489,3 +489,21 @@ def test_lazy_layers_on_the_gpu() -> None:
         model(torch.randn(16, 32, device="cuda")).sum().backward()
         lightning_fp8.step(model)
     assert scales(model).is_cuda and scales(model)[0, :2].gt(0).all()
+
+
+@pytest.mark.parametrize("then", ["revert", "convert"])
+def test_a_layer_parametrized_after_conversion_comes_back_parametrized(then: str) -> None:
+    model = every(mlp())
+    parametrizations.weight_norm(model[0])
+    train(model)
+    if then == "revert":
+        revert_model(model)
+    else:
+        every(model, "tensorwise")
+        assert isinstance(model[2], Float8Linear)
+    assert not isinstance(model[0], Float8Linear) and isinstance(model[0], nn.Linear)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
+    x = torch.randn(4, 128)
+    assert torch.equal(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
