@@ -187,10 +187,10 @@ class Health:
         self.limits = limits
         self.group = group
         self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self.ring = torch.zeros(*shape, limits.window, device=device)
+        self.ring = torch.zeros(*shape, limits.window, dtype=torch.float32, device=device)
         self.count = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.trend = torch.zeros(shape, device=device)
-        self.noise = torch.zeros(shape, device=device)
+        self.trend = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.noise = torch.zeros(shape, dtype=torch.float32, device=device)
         self.noise_count = torch.zeros(shape, dtype=torch.int64, device=device)
         self.calm = torch.full(shape, limits.window, dtype=torch.int64, device=device)
         self.streaks = torch.zeros(2, *shape, dtype=torch.int64, device=device)

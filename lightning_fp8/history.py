@@ -36,7 +36,7 @@ class ThinnedHistory:
         self.capacity = capacity
         self.shape = tuple(shape)
         self.stride = 1
-        self._values = torch.full((capacity, *shape), torch.nan)
+        self._values = torch.full((capacity, *shape), torch.nan, dtype=torch.float32)
         self._steps = torch.zeros(capacity, dtype=torch.int64)
         self._length = 0
         self._offered = 0

@@ -78,8 +78,9 @@ class Float8State:
             self.training_casts, recompute_weight_cast=True, weight_scale_known=gathered is not None
         )
 
+    @torch.inference_mode(False)
     def follow(self, weight: Tensor) -> None:
-        """Move to where ``weight`` is."""
+        """Move to where ``weight`` is; within an evaluation too, whose tensors training could not change."""
         if not weight.is_meta:
             self.scaling.to(weight.device)
             self.link()
@@ -93,6 +94,7 @@ class Float8State:
         # Slots are views over the table's memory: a copy must view its own table's.
         return {key: value for key, value in self.__dict__.items() if key != "slots"}
 
+    @torch.inference_mode(False)
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.link()

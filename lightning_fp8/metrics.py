@@ -62,7 +62,7 @@ class _CastMetric(Metric):
         if scale is not None:
             if self.cast.granularity != "tensorwise":
                 raise ValueError(f"Under {self.cast.granularity} each block takes its scale from the data: give none.")
-            slot = torch.zeros(SLOT_SIZE, device=x.device)
+            slot = torch.zeros(SLOT_SIZE, dtype=torch.float32, device=x.device)
             slot[SCALE] = scale
         sums, _ = cast_sums(x, self.cast, slot)
         for name, value in sums._asdict().items():

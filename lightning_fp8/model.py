@@ -200,7 +200,8 @@ def convert_model(
     if alone and current.same_settings(recipe, choice.backend, layers, tokens, autocast_only, chosen):
         return model
     selection.check(model)
-    with all_or_nothing(model):
+    # Out of inference mode: tensors made in an evaluation could not be changed in training.
+    with torch.inference_mode(False), all_or_nothing(model):
         if existing:
             log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
             revert_model(model)

@@ -132,12 +132,12 @@ class Telemetry:
 
     def caps(self) -> Tensor:
         """The largest scale that each operand can get, fp32 ``[layers, 3]`` on the CPU; Inf where there is no cap."""
-        caps = torch.full((len(self.names), len(ROLES)), torch.inf)
+        caps = torch.full((len(self.names), len(ROLES)), torch.inf, dtype=torch.float32)
         for row, recipe in enumerate(self.recipes):
             for column, role in enumerate(ROLES):
                 cast = main_cast(recipe, role)
                 if cast is not None and cast.max_scale < MAX_SCALE:
-                    cap = torch.tensor(cast.max_scale)
+                    cap = torch.tensor(cast.max_scale, dtype=torch.float32)
                     caps[row, column] = round_down_to_power_of_two(cap) if cast.power_of_two else cap
         return caps
 

@@ -63,6 +63,7 @@ class Runtime:
         """The statistics of all converted layers."""
         return self.scaling.table
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
         """Move scales and statistics; for weights that moved without their modules."""
         self.scaling.to(device)

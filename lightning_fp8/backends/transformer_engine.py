@@ -224,8 +224,8 @@ class TransformerEngineState(Float8State):
     def link(self) -> None:
         super().link()
         device = self.scaling.table.device
-        self.training_scales = torch.ones(len(ROLES), device=device)
-        self.evaluation_scales = torch.ones(len(ROLES), device=device)
+        self.training_scales = torch.ones(len(ROLES), dtype=torch.float32, device=device)
+        self.evaluation_scales = torch.ones(len(ROLES), dtype=torch.float32, device=device)
         self.cold = True
         self.cast_weight: tuple[int, int, int] | None = None
         self.engine: Engine | None = None
@@ -330,7 +330,7 @@ class Engine:
         # Being listed already keeps the module out of the global buffers of amaxes.
         module.fp8_meta[manager.get_buffer_info()] = []
         self.quantizers: dict[bool, dict[str, list[Any]]] = {}
-        self.unread = torch.zeros(1, device=first.scaling.table.device)
+        self.unread = torch.zeros(1, dtype=torch.float32, device=first.scaling.table.device)
 
     def __call__(self, x: Tensor, training: bool, library_amax: bool, first_microbatch: bool | None) -> Tensor:
         """Run the module.

@@ -236,7 +236,7 @@ class OperandStatistics:
     ) -> None:
         self._telemetry, self._rows, self._what_if, self._sample_rows = telemetry, list(rows), what_if, sample_rows
         shape = (len(rows), len(ROLES), 1 + len(what_if), len(STATISTICS))
-        self.values = torch.full(shape, torch.nan, device=telemetry.device)
+        self.values = torch.full(shape, torch.nan, dtype=torch.float32, device=telemetry.device)
         self._stack: ExitStack | None = None
 
     def begin(self) -> None:

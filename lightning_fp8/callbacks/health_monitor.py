@@ -176,7 +176,7 @@ class FP8HealthMonitor(LayerCallback):
 
     def _find_worst(self, reading: Reading) -> tuple[str, str, float] | None:
         """Layer and role, measure and value: the least headroom, or where scales are not stored the steepest amax."""
-        data = torch.zeros(*reading.amax.shape, SLOT_SIZE)
+        data = torch.zeros(*reading.amax.shape, SLOT_SIZE, dtype=torch.float32)
         data[..., AMAX], data[..., SCALE] = reading.amax, reading.scale
         measure, values = (
             "fp8_headroom",

@@ -18,6 +18,7 @@ from lightning_fp8 import DelayedScaling, LayerSelection, RowwiseScaling, conver
 from lightning_fp8.backends import NativeBackend, Support, check_support, get_backend
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.model import Conversion, conversions
+from lightning_fp8.statistics import LAST_AMAX
 
 
 def mlp() -> nn.Sequential:
@@ -351,3 +352,39 @@ def test_two_models_do_not_meet() -> None:
     train(one)
     assert the(two).runtime.table.data[..., 1].eq(0).all()
     assert copy.deepcopy(the(one)).runtime.table.data is not the(one).runtime.table.data
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scales_are_fp32_under_another_default_dtype(dtype: torch.dtype) -> None:
+    """Lightning sets one while it calls ``configure_model`` in true precision."""
+    model = mlp()
+    torch.set_default_dtype(dtype)
+    try:
+        convert_model(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scaling = the(model).runtime.scaling
+    assert scaling.table.data.dtype == scaling.history.dtype == scaling._format_maxima.dtype == torch.float32
+    expected = convert_model(mlp())
+    train(model), train(expected)
+    assert torch.equal(scaling.table.data, the(expected).runtime.table.data)
+
+
+@pytest.mark.parametrize("where", ["convert", "move", "lazy", "train"])
+def test_what_happens_in_inference_mode_does_not_hinder_training(where: str) -> None:
+    first = nn.LazyLinear(128) if where == "lazy" else nn.Linear(64, 128)
+    model = nn.Sequential(first, nn.Linear(128, 64), nn.Linear(64, 24))
+    if where != "convert":
+        convert_model(model)
+    with torch.inference_mode():
+        if where == "convert":
+            convert_model(model)
+        elif where == "move":
+            model.to("cpu")
+        else:
+            model(torch.randn(16, 64))
+    if where == "lazy":
+        # Its parameters are inference tensors, as without FP8: they cannot be trained, the layer's state can.
+        model[0].weight, model[0].bias = (nn.Parameter(p.clone()) for p in (model[0].weight, model[0].bias))
+    train(model)
+    assert (the(model).runtime.table.data[..., LAST_AMAX] > 0).all()

@@ -573,3 +573,16 @@ def test_step_with_no_growth_in_memory_of_the_state() -> None:
 
     fit(model, callbacks=[Look()], max_epochs=2)
     assert len(sizes) == 12 and len(set(sizes)) == 1
+
+
+class ConvertsItself(Net):
+    def configure_model(self) -> None:
+        self.trainer.precision_plugin.convert(self)
+
+
+def test_scales_are_fp32_where_a_model_converts_itself_in_true_bf16() -> None:
+    model = ConvertsItself()
+    trainer = fit(model, plugin(precision="bf16-true"))
+    assert model.head.weight.dtype == torch.bfloat16
+    state = fp8_state(trainer)["runtime"]
+    assert state["table"]["data"].dtype == state["history"].dtype == torch.float32
