@@ -6,6 +6,7 @@ layers from underflowing.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -34,22 +35,28 @@ class LossScaler:
         self.loss_scale = loss_scale
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] | None = None
-        self._unscaled: set[int] = set()
-        self._stepped = False
+        self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._used = False
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
+        self._forget_dropped_gradients()
         if self.loss_scale != "dynamic":
             return loss * self.loss_scale
         self._update()
         return self._dynamic(loss.device.type).scale(loss)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the factor, in place; once, until it steps."""
-        if id(optimizer) in self._unscaled:
+        """Divide the gradients of ``optimizer`` by the factor, in place.
+
+        Once, until it steps or until its gradients are None: whoever skips a step must drop them so, as
+        ``zero_grad`` does by default.
+        """
+        if optimizer in self._unscaled:
             return
-        self._unscaled.add(id(optimizer))
+        self._unscaled.add(optimizer)
         if self._scaler is not None:
+            self._used = True
             self._scaler.unscale_(optimizer)
         elif self.loss_scale != "dynamic":
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -59,11 +66,14 @@ class LossScaler:
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer``, with its gradients unscaled."""
         self.unscale_(optimizer)
-        self._unscaled.discard(id(optimizer))
+        self._unscaled.discard(optimizer)
         if self._scaler is None:
             return optimizer.step(**kwargs)
-        self._stepped = True
         return self._scaler.step(optimizer, **kwargs)
+
+    def begin(self) -> None:
+        """Training begins: gradients of an interrupted run are none of its own."""
+        self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The dynamic factor's state; empty for a constant."""
@@ -83,9 +93,15 @@ class LossScaler:
 
         Several optimizers may step from one backward, and all their gradients carry the factor that it had then.
         """
-        if self._scaler is not None and self._stepped and not self._unscaled:
+        if self._scaler is not None and self._used and not self._unscaled:
             self._scaler.update()
-            self._stepped = False
+            self._used = False
+
+    def _forget_dropped_gradients(self) -> None:
+        """Of steps that were skipped or interrupted between unscaling and stepping."""
+        for optimizer in list(self._unscaled):
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                self._unscaled.discard(optimizer)
 
     def _dynamic(self, device_type: str) -> torch.amp.GradScaler:
         # Made at the first loss: only then is the device known.

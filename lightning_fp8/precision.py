@@ -149,11 +149,14 @@ class TrainerPrecision:
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Look at the optimizers before training."""
+        """Look at the optimizers before training, and leave behind what an interrupted run left half done."""
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ValueError(
                 "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
             )
+        self._rng_of_first_step = None
+        if self.settings.loss_scaler is not None:
+            self.settings.loss_scaler.begin()
         return model, optimizers, lr_schedulers
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:

@@ -168,3 +168,47 @@ def test_two_optimizers_may_both_clip_before_either_steps() -> None:
             scaler.step(optimizer)
         for bias, layer in zip(before, layers, strict=True):
             torch.testing.assert_close(bias - layer.bias.detach(), torch.ones(4))
+
+
+class SkipsItsSecondStep(Net):
+    """Manual optimization that clips, looks, and lets a step go."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = False
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=1e9, gradient_clip_algorithm="norm")
+        if batch_idx != 1:
+            self.norms.append(self.head.weight.grad.norm())
+            optimizer.step()
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
+def test_the_step_after_a_skipped_one_has_true_gradients(loss_scale: Any) -> None:
+    plain, scaled = SkipsItsSecondStep(), SkipsItsSecondStep()
+    fit(plain, plugin("rowwise"))
+    fit(scaled, plugin("rowwise", loss_scale=loss_scale))
+    assert len(plain.norms) == 5
+    torch.testing.assert_close(plain.norms, scaled.norms, rtol=1e-4, atol=0.0)
+
+
+class Interrupts(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("interrupted")
+
+
+def test_an_interrupted_step_does_not_hold_the_dynamic_factor_fast() -> None:
+    precision = plugin(loss_scale="dynamic")
+    model = Overflow({1})
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(model, precision, callbacks=[Interrupts()])
+    held = model.trainer.optimizers  # Alive, as it is where a notebook goes on.
+    scale = precision.settings.loss_scaler.state_dict()["scale"]
+    fit(model, precision, max_steps=2)
+    assert held and precision.settings.loss_scaler.state_dict()["scale"] == scale / 2
