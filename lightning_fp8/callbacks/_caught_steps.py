@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_fp8.callbacks._surrounded import surround
 from lightning_fp8.recovery.errors import SkipBatchException
 
 
@@ -18,25 +18,21 @@ class CaughtSteps:
 
     On one device a step that gave up returns None, and Lightning runs no backward. On several ranks the others are
     about to reduce their gradients, so this rank joins them with a loss that is NaN on the path to every parameter.
-    The wrapper stands in the module's own attributes, as Lightning's redirection of ``forward`` does.
 
     Args:
         trainer: whose strategy runs the steps.
-        module: surrounded until :meth:`release`.
+        module: surrounded until ``release()``.
         left_out: told of each step that gave up, with the reason.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, left_out: Callable[[str], None]) -> None:
         self.trainer, self.module, self.left_out = trainer, module, left_out
-        self._own = module.__dict__.get("training_step")
-        self._step: Callable[..., Any] = module.training_step
-        module.training_step = self._wrapped()  # type: ignore[method-assign]
+        self.release = surround(module, "training_step", self._around)
 
-    def _wrapped(self) -> Callable[..., Any]:
-        @functools.wraps(self._step)
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(*args: Any, **kwargs: Any) -> Any:
             try:
-                output = self._step(*args, **kwargs)
+                output = step(*args, **kwargs)
             except SkipBatchException as exception:
                 self.left_out(str(exception) or "SkipBatchException")
                 return self._nothing()
@@ -60,10 +56,3 @@ class CaughtSteps:
                 "part of the sharded model: return recovery.reject(loss) instead, which keeps this rank in step."
             )
         return torch.stack([parameter.reshape(-1)[0].float() for parameter in parameters]).sum() * float("nan")
-
-    def release(self) -> None:
-        """Leave the module as it was."""
-        if self._own is not None:
-            self.module.training_step = self._own  # type: ignore[method-assign]
-        else:
-            nn.Module.__delattr__(self.module, "training_step")

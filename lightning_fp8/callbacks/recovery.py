@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
+from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._samples import sample_indices
@@ -121,7 +122,7 @@ class SkipBatchRecovery(Callback):
         self._batch: Any = None
         self._known: list[Outcome] = []
         self._rejection: Tensor | bool = False
-        self._steps: CaughtSteps | None = None
+        self._releases: list[Callable[[], None]] = []
         self._ended = False
 
     # For the user's training_step
@@ -171,7 +172,10 @@ class SkipBatchRecovery(Callback):
                 "retry=True repeats training_step for one batch: it needs automatic optimization, and no "
                 "accumulate_grad_batches."
             )
-        self._steps = CaughtSteps(trainer, pl_module, self._leave_out)
+        self._releases = [
+            CaughtSteps(trainer, pl_module, self._leave_out).release,
+            guard_saves_of_weights_only(pl_module, lambda: self._doubtful() and self._go_back_before_a_save(trainer)),
+        ]
         path = self.log_path
         if path == "auto":
             path = os.path.join(trainer.log_dir or trainer.default_root_dir, LOG_NAME)
@@ -252,9 +256,9 @@ class SkipBatchRecovery(Callback):
             self.snapshots.capture(trainer.global_step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._steps is not None:
-            self._steps.release()
-            self._steps = None
+        for release in self._releases:
+            release()
+        self._releases = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for outcome in self._running().outcomes():
@@ -283,30 +287,29 @@ class SkipBatchRecovery(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Never let doubtful weights be saved: go back to the last good state first, and save that."""
-        guard, snapshots = self.guard, self.snapshots
-        if guard is None:
+        if self.guard is None:
             return
-        streak = guard.rejected_in_a_row(self.ladder.in_a_row)
-        # One bad step is the data's fault; with more in a row, or weights that are not finite, these may be spoilt.
-        if streak <= 1 and not guard.bad_weights(alone=self._ended):
-            if snapshots is not None:
-                snapshots.capture(trainer.global_step)
-        elif snapshots is not None and snapshots.good is not None:
-            self._rewind(trainer, "before a save")
-            self._collect_again(trainer, checkpoint)
-        else:
-            self.events.add("saved_in_doubt", step=trainer.global_step)
+        if self._doubtful():
+            if self._go_back_before_a_save(trainer):
+                collect_again(trainer, self, checkpoint)
+        elif self.snapshots is not None:
+            self.snapshots.capture(trainer.global_step)
 
-    def _collect_again(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-        """What Lightning had put into the checkpoint before the rewind."""
-        # Where an averaging callback came first, its average is the state_dict.
-        weights = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
-        checkpoint[weights] = trainer.strategy.lightning_module_state_dict()
-        checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        checkpoint["callbacks"][self.state_key] = self.state_dict()
-        trainer.precision_plugin.on_save_checkpoint(checkpoint)
+    def _doubtful(self) -> bool:
+        """Whether the weights may be spoilt; every rank must call."""
+        if self.guard is None:
+            return False
+        # One bad step is the data's fault; with more in a row, or weights that are not finite, these are in doubt.
+        streak = self.guard.rejected_in_a_row(self.ladder.in_a_row)
+        return streak > 1 or bool(self.guard.bad_weights(alone=self._ended))
+
+    def _go_back_before_a_save(self, trainer: pl.Trainer) -> bool:
+        """Never let doubtful weights be saved; False where there is no good state to save instead."""
+        if self.snapshots is None or self.snapshots.good is None:
+            self.events.add("saved_in_doubt", step=trainer.global_step)
+            return False
+        self._rewind(trainer, "before a save")
+        return True
 
     # The ladder
 

@@ -276,6 +276,29 @@ def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
     assert (28, "before a save") in reasons and len(reasons) == 3
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
+    class Noted(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["noted"] = checkpoint["state_dict"]["net.0.weight"].isfinite().all().item()
+
+    faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0")]
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
+    callback = recovery(skips=100, rewinds=1)
+    model, _ = fit(
+        tmp_path, [FaultInjector(faults), callback, every], model=Noted(MODES[mode]), max_steps=30,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    paths = list(tmp_path.glob("*step=*.ckpt"))
+    assert len(paths) == 30 and math.isfinite(test_loss(model))
+    for path in paths:
+        state = torch.load(path, weights_only=True)
+        assert "optimizer_states" not in state and state["noted"] is True
+        assert all(value.isfinite().all() for value in state["state_dict"].values()), path
+    assert "before a save" in [e.get("reason") for e in callback.events.recent]
+    assert "on_save_checkpoint" not in model.__dict__, "the module is left as it was"
+
+
 def test_counters_go_to_the_logger(tmp_path):
     logger = CSVLogger(tmp_path, version="x")
     fit(tmp_path, [FaultInjector([Fault("batch", 5)]), recovery()], logger=logger, log_every_n_steps=1)
