@@ -30,6 +30,10 @@ COMMANDS = {
 }
 """The commands that are none of Lightning's, each a function of its words that returns the exit code."""
 
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_SUBCOMMAND = re.compile(r'argument subcommand: invalid choice|^expected "subcommand"')
+"""How argparse and jsonargparse (seen with 4.53) answer a command that they do not know, and none at all."""
+
 
 class OneLineParser(LightningArgumentParser):
     """A parser that tells a mistake in one line, where jsonargparse prints the usage and a tree of attempts."""
@@ -38,6 +42,8 @@ class OneLineParser(LightningArgumentParser):
         """Write what is wrong to stderr and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
+        if _SUBCOMMAND.search(message):
+            message = f"the first word must be one of {', '.join((*_SUBCOMMANDS, *COMMANDS))}: see --help"
         self.exit(2, f"lightning-fp8: error: {one_line(message)}\n")
         raise AssertionError("unreachable: exit() leaves")
 
@@ -171,7 +177,12 @@ def main(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else list(args)
     if words and words[0] in COMMANDS:
         module, function = COMMANDS[words[0]].split(":")
-        code: int = getattr(importlib.import_module(module), function)(words[1:])
+        try:
+            code: int = getattr(importlib.import_module(module), function)(words[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         return code
     FP8CLI(args)
     return 0

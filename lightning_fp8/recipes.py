@@ -172,7 +172,10 @@ class Recipe:
         return hash(type(self))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+        # What differs from the default: the rest would bury it, in summaries and in error messages.
+        defaults = inspect.signature(type(self).__init__).parameters
+        told = (f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name].default)
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 class DelayedScaling(Recipe):
@@ -365,14 +368,17 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     if isinstance(recipe, str):
         recipe = _PRESETS.get(recipe, {"name": recipe})
     if not isinstance(recipe, Mapping):
-        raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {type(recipe).__name__}.")
+        got = f"the class itself: write {recipe.__name__}()" if isinstance(recipe, type) else type(recipe).__name__
+        raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {got}.")
     if "class_path" in recipe:
         # How a command line leaves a class whose settings it could not match: the error below then names the setting.
         by_class = {cls.__name__: name for name, cls in _CLASSES.items()}
         class_name = str(recipe["class_path"]).rpartition(".")[2]
         recipe = {"name": by_class.get(class_name, class_name), **(recipe.get("init_args") or {})}
     settings = dict(recipe)
-    name = settings.pop("name", None)
+    if "name" not in settings:
+        raise ValueError(f"A recipe's mapping needs a 'name', got {settings}: choose one of {', '.join(RECIPE_NAMES)}.")
+    name = settings.pop("name")
     if name in _PRESETS:
         preset = dict(_PRESETS[name])
         name = preset.pop("name")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.kernels.capability import has_fast_casts
-from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling
+from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable, on_cpu
 
 
@@ -128,7 +128,8 @@ class ScalingState:
             ValueError: ``state`` belongs to another recipe.
         """
         if state["recipe"] != self.recipe.to_dict():
-            raise ValueError(f"The state belongs to the recipe {state['recipe']}, this run uses {self.recipe!r}.")
+            theirs = get_recipe(state["recipe"])
+            raise ValueError(f"The state belongs to the recipe {theirs!r}, this run uses {self.recipe!r}.")
         missing = self.table.load_state_dict(state["table"])
         if self.history is not None and self.position is not None:
             rows = {name: row for row, name in enumerate(state["table"]["names"])}

@@ -108,6 +108,24 @@ def test_without_fp8_nothing_is_said_about_it(config: str, capsys: pytest.Captur
     assert "FP8" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [[], ["doctr"]])
+def test_an_unknown_command_is_answered_with_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        main(words)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(name in error for name in ("fit", "predict", "doctor", "inspect"))
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    run = "from lightning_fp8.cli import main; import sys; sys.exit(main(['doctor']))"
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
 MISTAKES = {
     "--trainer.max_steps=soon": "trainer.max_steps: expected int, got soon",
     "--model.width=wide": "model.width: expected int, got wide",

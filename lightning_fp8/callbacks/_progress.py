@@ -25,7 +25,7 @@ def show_worst_layer(
         skipped: steps skipped so far; ``None``: nobody skips.
     """
     # Tensors on the CPU: a number would be copied to the device, and waited for.
-    values = {measure: value}
+    values = {measure: round(value, 2) + 0.0}  # no -0.0
     if skipped is not None:
         values["skipped"] = float(skipped)
     for key, number in values.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.history import ThinnedHistory, capacity_for
-from lightning_fp8.recipes import ROLES
+from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.report.page import Event, Maps, Operand, Page, Series
 from lightning_fp8.statistics import SLOT_SIZE
 from lightning_fp8.telemetry import Readout, Telemetry, history_entry
@@ -257,7 +257,7 @@ def _facts(trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Teleme
 
     device = trainer.strategy.root_device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-    recipes = list(dict.fromkeys(repr(conversion.recipe) for conversion in telemetry.conversions))
+    recipes = list(dict.fromkeys(_with_defaults(conversion.recipe) for conversion in telemetry.conversions))
     backends = list(
         dict.fromkeys(f"{c.backend!r}, {c.support.kind} ({c.support.reason})" for c in telemetry.conversions)
     )
@@ -275,3 +275,7 @@ def _facts(trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Teleme
         ),
         ("Began", time.strftime("%Y-%m-%d %H:%M:%S %Z")),
     ]
+
+
+def _with_defaults(recipe: Recipe) -> str:
+    return f"{type(recipe).__name__}({', '.join(f'{name}={value!r}' for name, value in recipe.settings().items())})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds, with pages of advice.
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} is no file as torch.save writes it (zip), or is cut short.") from error
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(checkpoint, Mapping) or not {"state_dict", _KEY, "loops"} & set(checkpoint):
         raise ValueError(f"{path} is no checkpoint of Lightning's.")

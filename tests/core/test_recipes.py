@@ -80,6 +80,11 @@ def test_to_dict_makes_an_equal_recipe(recipe: Recipe) -> None:
     assert eval(repr(recipe), vars(lightning_fp8)) == recipe
 
 
+def test_repr_tells_what_differs_from_the_default() -> None:
+    assert repr(DelayedScaling()) == "DelayedScaling()"
+    assert repr(DelayedScaling(margin=1.5, format="e4m3")) == "DelayedScaling(margin=1.5, format='e4m3')"
+
+
 def test_equality_looks_at_every_setting() -> None:
     for i, left in enumerate(OBJECTS):
         assert [left == right for right in OBJECTS] == [i == j for j in range(len(OBJECTS))]
@@ -271,7 +276,7 @@ def test_bad_settings_name_the_remedy(cls: type[Recipe], settings: dict[str, Any
         ({"name": "rowwise_gw_hp", "self": 1}, ValueError, "no setting self"),
         (3, TypeError, "A recipe is a name, a mapping or a Recipe object, got int"),
         (None, TypeError, "got NoneType"),
-        (DelayedScaling, TypeError, "A recipe is a name, a mapping or a Recipe object"),
+        (DelayedScaling, TypeError, r"write DelayedScaling\(\)"),
     ],
 )
 def test_what_is_no_recipe(recipe: Any, error: type[Exception], remedy: str) -> None:
