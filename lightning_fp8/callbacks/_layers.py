@@ -123,7 +123,11 @@ class LayerCallback(Callback):
         self._arrive(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._arrive(trainer)
+        # Lightning tears no callback down after an exception: hooks would stay, and the next fit read stale tables.
+        try:
+            self._arrive(trainer)
+        finally:
+            self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._telemetry is not None:

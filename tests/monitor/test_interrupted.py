@@ -1,0 +1,59 @@
+"""A run that an exception ends leaves nothing on the model, and the next one is watched like the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from monitor_models import Net, batches, make_trainer, precision
+from torch import Tensor
+
+from lightning_fp8 import AmaxMonitor, FP8HealthMonitor, FP8Report
+from lightning_fp8.statistics import LAST_AMAX
+
+
+class Stops(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.stop and batch_idx == 2:
+            raise RuntimeError("stopped")
+        return super().training_step(batch, batch_idx)
+
+
+def monitors(path: Path) -> list[pl.Callback]:
+    return [
+        FP8HealthMonitor(),
+        AmaxMonitor(every_n_steps=1, statistics_every_n_steps=2),
+        FP8Report(path / "page.html", every_n_steps=1),
+    ]
+
+
+def left_behind(model: Net) -> list[Any]:
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return [*hooks, *(key for key in vars(model) if "telemetry" in key)]
+
+
+@pytest.mark.parametrize("again", ["same callbacks", "new callbacks"])
+def test_the_next_run_may_have_another_recipe(again: str, tmp_path: Path) -> None:
+    model, callbacks = Stops(), monitors(tmp_path)
+    with pytest.raises(RuntimeError, match="stopped"):
+        make_trainer(callbacks, 4, precision()).fit(model, batches(4))
+    assert "Stopped at step 2" in (tmp_path / "page.html").read_text()
+    assert not left_behind(model)
+    model.stop = False
+    if again == "new callbacks":
+        callbacks = monitors(tmp_path)
+    trainer = make_trainer(callbacks, 4, precision("tensorwise"))
+    trainer.fit(model, batches(4))
+    assert not left_behind(model)
+    # What was read is the table of the run that ran.
+    (conversion,) = trainer.precision_plugin.conversions
+    conversion.step()
+    history = callbacks[1].history.values[-1, : len(conversion.converted), :, 0]
+    assert torch.equal(history, conversion.runtime.table.data[..., LAST_AMAX].log2())
