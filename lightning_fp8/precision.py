@@ -41,7 +41,10 @@ _REFUSED_STRATEGIES = {
 class TrainerPrecision:
     """What :class:`FP8Precision` adds to Lightning's base class, whichever namespace that comes from."""
 
-    _elsewhere = "for pytorch_lightning's Trainer use lightning_fp8.pytorch_lightning.FP8Precision"
+    _elsewhere = (
+        "for pytorch_lightning's Trainer use lightning_fp8.pytorch_lightning.FP8Precision; "
+        "for FSDPStrategy use lightning_fp8.FP8FSDPPrecision"
+    )
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class TrainerPrecision:
 
     def __str__(self) -> str:
         # Lightning names a plugin it refuses by this string: the place to say what is right there.
-        return f"{self!r} ({self._elsewhere}; for FSDPStrategy use lightning_fp8.FP8FSDPPrecision)"
+        return f"{self!r} ({self._elsewhere})"
 
     # --- what users call
 

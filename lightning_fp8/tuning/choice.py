@@ -122,7 +122,9 @@ def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tok
             return decision
         gain = speedup(source, tokens, layer.in_features, layer.out_features)
         if gain < LEAST_SPEEDUP:
-            return replace(decision, converted=False, reason=f"FP8 would not be faster: x{gain:.2f} against bf16")
+            limit = "; the host's time to issue it counts too" if _host_bound(source, tokens, layer) else ""
+            reason = f"FP8 would not be faster: x{gain:.2f} against bf16{limit}"
+            return replace(decision, converted=False, reason=reason)
         return replace(decision, reason=f"{decision.reason}, x{gain:.2f} against bf16")
 
     return [judge(decision) for decision in decisions]
@@ -132,6 +134,11 @@ def speedup(source: Source, tokens: int, in_features: int, out_features: int) ->
     """How many times faster than in bf16 the layer is in FP8, where the host has to issue it as well."""
     where = (tokens, in_features, out_features)
     return step_milliseconds(source.times, "bf16", *where) / step_milliseconds(source.times, source.variant, *where)
+
+
+def _host_bound(source: Source, tokens: int, layer: nn.Linear) -> bool:
+    gpu = source.times.milliseconds(source.variant, tokens, layer.in_features, layer.out_features)
+    return gpu < source.times.host_milliseconds(source.variant)
 
 
 def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:
@@ -157,7 +164,8 @@ def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:
             return measure_host(None if variant == "bf16" else recipe, backend)
 
     times = MeasuredTimes(gpu, torch.__version__, measure, host)
-    return Source(times, f"{backend!r} {recipe!r}", f"measurements on this machine, kept in {times.path}")
+    # Every setting, defaults too: the measurements outlive this version of the package.
+    return Source(times, f"{backend!r} {recipe.to_dict()}", f"measurements on this machine, kept in {times.path}")
 
 
 def variant_in(table: LayerTable, recipe: Recipe) -> str | None:
