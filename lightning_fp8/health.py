@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fp8.checks import check_number
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.telemetry import to_device
 
@@ -67,6 +68,8 @@ class HealthLimits:
     horizon: int = 1000
 
     def __post_init__(self) -> None:
+        check_number(none=True, spike=self.spike, sigmas=self.sigmas, drift=self.drift)
+        check_number(whole=True, window=self.window, patience=self.patience, horizon=self.horizon)
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike is {self.spike}: give a factor above 1, or None for no check.")
         if self.sigmas is not None and not 0 < self.sigmas < math.inf:

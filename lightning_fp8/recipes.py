@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.formats import E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
@@ -194,6 +195,7 @@ class DelayedScaling(Recipe):
 
     Raises:
         ValueError: a setting is out of its range.
+        TypeError: a setting is of another type.
     """
 
     name = "delayed"
@@ -210,12 +212,15 @@ class DelayedScaling(Recipe):
         power_of_two: bool = False,
         reduce_amax: bool = True,
     ) -> None:
-        if amax_history_len < 1 or amax_history_len != int(amax_history_len):
+        check_number(amax_history_len=amax_history_len, smoothing=smoothing)
+        check_flag(reduce_amax=reduce_amax)
+        if not amax_history_len >= 1 or amax_history_len % 1 != 0:
             raise ValueError(f"amax_history_len must be at least 1, a whole number, got {amax_history_len}.")
         if amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}.")
         if not 0.0 <= smoothing < 1.0:
             raise ValueError(f"smoothing must lie in [0, 1), got {smoothing}: it is the weight of the previous scale.")
+        check_number(none=True, max_scale=max_scale)
         if max_scale is not None and not MIN_SCALE <= max_scale <= MAX_SCALE:
             raise ValueError(f"max_scale must be None or lie between 2**-126 and 2**126, got {max_scale}.")
         self.amax_history_len = int(amax_history_len)
@@ -247,6 +252,8 @@ class StaticScaling(Recipe):
         by_role = dict(scale) if isinstance(scale, Mapping) else dict.fromkeys(ROLES, scale)
         if set(by_role) != set(ROLES):
             raise ValueError(f"StaticScaling needs one scale for each of {', '.join(ROLES)}; got {sorted(by_role)}.")
+        scales: dict[str, Any] = {f"scale of {role}": value for role, value in by_role.items()}
+        check_number(**scales)
         if not all(MIN_SCALE <= value <= MAX_SCALE for value in by_role.values()):
             raise ValueError(f"Static scales must be positive, between 2**-126 and 2**126, got {by_role}.")
         self.scale = scale
@@ -298,6 +305,7 @@ class RowwiseScaling(Recipe):
         power_of_two: bool = True,
         margin: float = 0.0,
     ) -> None:
+        check_flag(grad_weight_high_precision=grad_weight_high_precision)
         self.format = format
         self.grad_weight_high_precision = grad_weight_high_precision
         self.power_of_two = power_of_two
@@ -401,6 +409,7 @@ def _uniform_casts(
     max_scale: float = MAX_SCALE,
 ) -> dict[Role, OperandCasts]:
     """The same granularity for all operands, in the formats asked for."""
+    check_flag(power_of_two=power_of_two)
     formats = _resolve_formats(format)
 
     def cast(gemm: Gemm, role: Role) -> Cast:
@@ -412,7 +421,7 @@ def _uniform_casts(
 def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role], Format]:
     """The format of each operand of each GEMM."""
     if not isinstance(choice, Mapping):
-        if choice not in FORMAT_CHOICES:
+        if not isinstance(choice, str) or choice not in FORMAT_CHOICES:
             known = ", ".join(repr(name) for name in FORMAT_CHOICES)
             raise ValueError(f"Unknown format {choice!r}: choose {known}, or give a mapping from roles to formats.")
         choice = FORMAT_CHOICES[choice]
@@ -434,6 +443,7 @@ def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role],
 
 
 def _checked_margin(margin: float) -> float:
+    check_number(margin=margin)
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin must be a number of powers of two, at least 0, got {margin}.")
     return margin

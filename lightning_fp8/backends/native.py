@@ -7,6 +7,7 @@ from typing import get_args
 from torch import nn
 
 from lightning_fp8.backends.base import Backend, Support, why_emulate
+from lightning_fp8.checks import check_flag
 from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.linear import Float8State
@@ -36,6 +37,7 @@ class NativeBackend(Backend):
     def __init__(self, gemm: GemmLibrary = "torch", recompute_weight_cast: bool = False) -> None:
         if gemm not in get_args(GemmLibrary):
             raise ValueError(f"gemm must be one of {', '.join(map(repr, get_args(GemmLibrary)))}, got {gemm!r}.")
+        check_flag(recompute_weight_cast=recompute_weight_cast)
         self.gemm = gemm
         self.recompute_weight_cast = recompute_weight_cast
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
+from lightning_fp8.checks import check_flag
 from lightning_fp8.formats import compute_scale
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import amax_of, round_up
@@ -81,6 +82,7 @@ class TransformerEngineBackend(Backend):
             raise ValueError(
                 f"fuse holds (norm, linear) or (norm, linear, activation, linear), each a qualified name; got {fuse!r}."
             )
+        check_flag(fp8_dpa=fp8_dpa, cache_weights=cache_weights)
         self.fp8_dpa = fp8_dpa
         self.cache_weights = cache_weights
         self.amax = amax

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.history import ThinnedHistory, capacity_for
 from lightning_fp8.recipes import ROLES, Cast, Recipe, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
@@ -70,6 +71,19 @@ class AmaxMonitor(LayerCallback):
         history: int = 256,
     ) -> None:
         super().__init__()
+        check_number(
+            whole=True,
+            none=True,
+            every_n_steps=every_n_steps,
+            statistics_every_n_steps=statistics_every_n_steps,
+            sample_rows=sample_rows,
+            end_step=end_step,
+            picture_every=picture_every,
+        )
+        check_number(whole=True, start_step=start_step, history=history)
+        check_flag(per_layer=per_layer)
+        if sample_rows is not None and sample_rows < 1:
+            raise ValueError(f"sample_rows is {sample_rows}: give at least 1, or None for all rows.")
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}: give at least 1, or None for log_every_n_steps.")
         if statistics_every_n_steps is not None and (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
+from lightning_fp8.checks import check_number
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.history import ThinnedHistory, capacity_for
 from lightning_fp8.recipes import ROLES, Recipe
@@ -57,6 +58,7 @@ class FP8Report(LayerCallback):
         title: str = "FP8 training report",
     ) -> None:
         super().__init__()
+        check_number(whole=True, every_n_steps=every_n_steps, history=history, max_layers=max_layers)
         if min(every_n_steps, max_layers) < 1 or history < 2:
             raise ValueError("every_n_steps and max_layers must be at least 1, history at least 2.")
         self.path = Path(path) if path is not None else None

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_fp8.checks import check_number
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.flops import Flops, StepFlops
 from lightning_fp8.tuning.peaks import Peak, peak_of
@@ -62,8 +63,9 @@ class FP8Throughput(Callback):
         peak: tuple[float, float] | None = None,
         price_per_device_hour: float | None = None,
     ) -> None:
-        numbers = {"every_n_steps": every_n_steps, "price_per_device_hour": price_per_device_hour}
+        numbers: dict[str, Any] = {"every_n_steps": every_n_steps, "price_per_device_hour": price_per_device_hour}
         numbers |= {"peak": min(peak) if peak else None}
+        check_number(none=True, **numbers)
         for name, number in numbers.items():
             if number is not None and number <= 0:
                 raise ValueError(f"{name} must be positive, got {number!r}.")

@@ -306,3 +306,34 @@ def test_a_class_path_that_a_command_line_left_as_it_was() -> None:
         get_recipe({"class_path": "lightning_fp8.recipes.DelayedScaling", "init_args": {"amax_history": 4}})
     with pytest.raises(ValueError, match="Unknown FP8 recipe 'Delayed': choose one of"):
         get_recipe({"class_path": "lightning_fp8.Delayed"})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("delayed", "amax_history_len", "16"),
+        ("delayed", "amax_history_len", None),
+        ("delayed", "amax_history_len", True),
+        ("delayed", "margin", "0.5"),
+        ("delayed", "smoothing", "half"),
+        ("delayed", "max_scale", "1e4"),
+        ("delayed", "power_of_two", "false"),
+        ("delayed", "reduce_amax", "false"),
+        ("tensorwise", "power_of_two", 1),
+        ("rowwise", "power_of_two", None),
+        ("rowwise", "grad_weight_high_precision", "no"),
+        ("blockwise", "power_of_two", "false"),
+        ("static", "scale", "1"),
+    ],
+)
+def test_settings_of_another_type_are_refused(name: str, setting: str, value: Any) -> None:
+    """From YAML anything may come, and the text "false" would count as true."""
+    with pytest.raises(TypeError, match=f"{setting}.* must be .*got {value!r}"):
+        get_recipe({"name": name, setting: value})
+
+
+def test_a_format_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown format"):
+        DelayedScaling(format=["e4m3"])
+    with pytest.raises(ValueError, match="whole number"):
+        DelayedScaling(amax_history_len=math.inf)

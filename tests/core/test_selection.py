@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -253,3 +254,20 @@ def test_equality_and_text() -> None:
     assert LayerSelection(include=["a"]) != LayerSelection(exclude=["a"])
     assert LayerSelection(head=True) != LayerSelection() != "auto"
     assert repr(LayerSelection(exclude=["x.*"], min_size=3)) == "LayerSelection(exclude=('x.*',), min_size=3)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("include", 3),
+        ("exclude", [3]),
+        ("filter", "*.mlp.*"),
+        ("keep_first_blocks", "1"),
+        ("keep_last_blocks", 0.5),
+        ("min_size", None),
+        ("head", "false"),
+    ],
+)
+def test_settings_of_another_type_are_refused(setting: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{setting} must be .*got {re.escape(repr(value))}"):
+        LayerSelection(**{setting: value})

@@ -203,10 +203,14 @@ def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
         ({"statistics_every_n_steps": 1, "what_if": ["nonsense"]}, "nonsense"),
         ({"history": 1}, "history"),
         ({"picture_every": 0}, "picture_every"),
+        ({"sample_rows": 0}, "sample_rows"),
+        ({"every_n_steps": "10"}, "every_n_steps must be a whole number"),
+        ({"start_step": None}, "start_step"),
+        ({"per_layer": "false"}, "per_layer must be true or false"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((ValueError, TypeError), match=named):
         AmaxMonitor(**settings)
 
 
