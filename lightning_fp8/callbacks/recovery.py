@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,23 +16,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
+from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
-from lightning_fp8.callbacks._samples import sample_indices
-from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
-from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
+from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
-from lightning_fp8.recovery.verdict import Finding, Thresholds
-from lightning_fp8.settings import FP8Settings
+from lightning_fp8.recovery.verdict import Thresholds
 
 __all__ = ["RecoveryExhausted", "SkipBatchException", "SkipBatchRecovery"]
-
-LOG_NAME = "recovery.jsonl"
-LAST_GOOD_NAME = "last-good.ckpt"
 
 
 class SkipBatchRecovery(Callback):
@@ -109,7 +103,7 @@ class SkipBatchRecovery(Callback):
         # What only exact mode can do makes 'auto' exact.
         self.mode: Mode = "exact" if mode == "auto" and (hold_schedule or retry) else mode
         self.hold_schedule, self.retry, self.snapshot_every = hold_schedule, retry, snapshot_every
-        self.skip_batches = _batches(skip_batches)
+        self.skip_batches = batches_to_leave_out(skip_batches)
         self.log_path = log
         self.events = EventLog()
         self.guard: StepGuard | None = None
@@ -124,6 +118,7 @@ class SkipBatchRecovery(Callback):
         self._rejection: Tensor | bool = False
         self._releases: list[Callable[[], None]] = []
         self._ended = False
+        self._escalation: Escalation | None = None
 
     # For the user's training_step
 
@@ -174,7 +169,7 @@ class SkipBatchRecovery(Callback):
             )
         self._releases = [
             CaughtSteps(trainer, pl_module, self._leave_out).release,
-            guard_saves_of_weights_only(pl_module, lambda: self._doubtful() and self._go_back_before_a_save(trainer)),
+            guard_saves_of_weights_only(pl_module, self._make_good),
         ]
         path = self.log_path
         if path == "auto":
@@ -183,7 +178,7 @@ class SkipBatchRecovery(Callback):
         self.events.writes = trainer.is_global_zero
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        scaler = _loss_scaler(trainer)
+        scaler = loss_scaler(trainer)
         self.guard = guard = StepGuard(pl_module, trainer.optimizers, self.thresholds, self.mode, scaler)
         if self._loaded is not None:
             guard.load_state_dict(self._loaded["guard"])
@@ -198,6 +193,7 @@ class SkipBatchRecovery(Callback):
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             self.snapshots.capture(trainer.global_step)
             self.snapshots.promote()
+        self._escalation = Escalation(trainer, guard, self.ladder, self.snapshots, self._schedules, self.events)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # An epoch that somebody ended early left its last step open.
@@ -238,9 +234,9 @@ class SkipBatchRecovery(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        guard = self._running()
+        guard, escalation = self._running(), self._escalation
         self._batch = None
-        if not self._decided:
+        if not self._decided or escalation is None:
             return
         self._metrics.restore(trainer, self._rejection)
         self._decided, self._rejection, self._batches = False, False, []
@@ -248,8 +244,8 @@ class SkipBatchRecovery(Callback):
         known, self._known = self._known + guard.outcomes(everything=False), []
         for outcome in known:
             if outcome.finding is None:
-                self._accepted(trainer, outcome)
-            elif self._rejected(trainer, outcome, outcome.finding):
+                escalation.accepted(outcome)
+            elif escalation.rejected(outcome, outcome.finding):
                 break
         due = self.snapshots is not None and trainer.global_step % (self.snapshot_every or 1) == 0
         if due and self.snapshots is not None and not self.ladder.in_a_row:
@@ -262,8 +258,8 @@ class SkipBatchRecovery(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for outcome in self._running().outcomes():
-            if outcome.finding is not None:
-                self._write(trainer, outcome, outcome.finding, "skip")
+            if outcome.finding is not None and self._escalation is not None:
+                self._escalation.write(outcome, outcome.finding, "skip")
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -287,122 +283,19 @@ class SkipBatchRecovery(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self.guard is None:
+        escalation = self._escalation
+        if escalation is None:
             return
-        if self._doubtful():
-            if self._go_back_before_a_save(trainer):
+        if escalation.doubtful(alone=self._ended):
+            if escalation.go_back_before_a_save():
                 collect_again(trainer, self, checkpoint)
         elif self.snapshots is not None:
             self.snapshots.capture(trainer.global_step)
 
-    def _doubtful(self) -> bool:
-        """Whether the weights may be spoilt; every rank must call."""
-        if self.guard is None:
-            return False
-        # One bad step is the data's fault; with more in a row, or weights that are not finite, these are in doubt.
-        streak = self.guard.rejected_in_a_row(self.ladder.in_a_row)
-        return streak > 1 or bool(self.guard.bad_weights(alone=self._ended))
-
-    def _go_back_before_a_save(self, trainer: pl.Trainer) -> bool:
-        """Never let doubtful weights be saved; False where there is no good state to save instead."""
-        if self.snapshots is None or self.snapshots.good is None:
-            self.events.add("saved_in_doubt", step=trainer.global_step)
-            return False
-        self._rewind(trainer, "before a save")
-        return True
-
-    # The ladder
-
-    def _accepted(self, trainer: pl.Trainer, outcome: Outcome) -> None:
-        back = self.ladder.accepted()
-        if back:
-            self._running().fp8.set_enabled(back, True)
-            self.events.add("fp8_again", step=trainer.global_step, layers=back)
-        snapshots = self.snapshots
-        candidate = snapshots.candidate if snapshots is not None else None
-        # Only a step that ran on the candidate's weights vouches for them.
-        if snapshots is not None and candidate is not None and outcome.context["step"] >= candidate.label:
-            snapshots.promote()
-
-    def _rejected(self, trainer: pl.Trainer, outcome: Outcome, finding: Finding) -> bool:
-        """Act on it; True where the steps after it are undone."""
-        if finding.overflow and _current_scale(trainer) > 1:
-            self._write(trainer, outcome, finding, "loss_scale_lowered")
-            return False
-        if finding.deliberate:
-            self._write(trainer, outcome, finding, "skip")
-            return False
-        guard = self._running()
-        bad_weights = guard.bad_weights()
-        finding.culprits[:0] = bad_weights
-        enabled = [name for name in guard.fp8.names if name not in self.ladder.fallen]
-        action = self.ladder.rejected(
-            tuple(name for name in finding.layers if name in enabled) or tuple(enabled),
-            finite=finding.finite,
-            can_rewind=self.snapshots is not None and self.snapshots.good is not None,
-            weights_bad=bool(bad_weights),
-        )
-        self._write(trainer, outcome, finding, action.rung)
-        step = trainer.global_step
-        if action.rung == "fall_back":
-            guard.fp8.set_enabled(action.layers, False)
-            self.events.add("fall_back", step=step, layers=action.layers, steps=action.steps)
-        elif action.rung == "rewind":
-            self._rewind(trainer)
-            return True
-        elif action.rung == "relearn":
-            for judge in guard.judges:
-                judge.statistics.reset()
-            guard.fp8.forget_last_amax()
-            self.events.add("relearn", step=step)
-        elif action.rung == "stop":
-            self._stop(trainer, outcome, finding)
-        return False
-
-    def _rewind(self, trainer: pl.Trainer, reason: str | None = None) -> None:
-        if self.snapshots is None:
-            return
-        label = self.snapshots.restore()
-        self._running().forget()
-        self._schedules.drop()
-        self.events.add("rewind", step=trainer.global_step, good_step=label, reason=reason)
-
-    def _stop(self, trainer: pl.Trainer, outcome: Outcome, finding: Finding) -> None:
-        message = (
-            f"Recovery has done all it may and steps are still bad: {self.ladder.story()}. "
-            f"The last one, at step {outcome.context['step']}: {_describe(finding)}. "
-        )
-        if self.snapshots is not None and self.snapshots.good is not None:
-            self._rewind(trainer)
-            path = os.path.join(trainer.log_dir or trainer.default_root_dir, LAST_GOOD_NAME)
-            trainer.save_checkpoint(path)
-            message += f"The last good state is in {path}: resume from it with other data (skip_batches={LOG_NAME!r}), "
-        else:
-            message += "Resume from an earlier checkpoint with other data, "
-        message += "a lower learning rate, or the layers named above left in bf16."
-        self.events.add("stop", step=trainer.global_step, message=message)
-        raise RecoveryExhausted(message)
-
-    def _write(self, trainer: pl.Trainer, outcome: Outcome, finding: Finding, action: str) -> None:
-        first = finding.culprits[0]
-        context = outcome.context
-        self.events.add(
-            "rejected",
-            **context,
-            verdict=first.what,
-            layer=first.where,
-            role=first.role,
-            ranks=first.ranks,
-            value=first.value,
-            loss=finding.loss,
-            grad_norm=finding.grad_norm,
-            samples=sample_indices(trainer, context["batches"], first.ranks),
-            causes=len(finding.culprits),
-            action=action,
-        )
-        counts = {f"recovery/{name}": float(count) for name, count in self.events.counts.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(counts, step=context["step"])
+    def _make_good(self) -> bool:
+        """Before a save of weights only; whether the weights are others now."""
+        escalation = self._escalation
+        return escalation is not None and escalation.doubtful(alone=self._ended) and escalation.go_back_before_a_save()
 
     def _leave_out(self, reason: str) -> None:
         self._running().reject_step()
@@ -412,18 +305,17 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, context: dict[str, Any]
     ) -> bool | None:
         """The same batch once more, its guilty layers in bf16."""
-        guard = self._running()
+        guard, escalation = self._running(), self._escalation
         self._known = guard.outcomes()
         outcome = self._known[-1]
         finding = outcome.finding
-        if finding is None or finding.deliberate or finding.overflow:
+        if escalation is None or finding is None or finding.deliberate or finding.overflow:
             return False
-        enabled = [name for name in guard.fp8.names if name not in self.ladder.fallen]
-        guilty = [name for name in finding.layers if name in enabled] or enabled
+        guilty = escalation.guilty(finding)
         if not guilty:
             return False
         self._known = []
-        self._write(trainer, outcome, finding, "retry")
+        escalation.write(outcome, finding, "retry")
         self._metrics.restore(trainer, True)
         self._metrics.remember(trainer, pl_module)
         guard.begin()
@@ -446,36 +338,3 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
-
-
-def _loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | LossScaler | None:
-    """This package's precision plugin keeps it in its settings, Lightning's own as ``scaler``."""
-    plugin = trainer.precision_plugin
-    settings = getattr(plugin, "settings", None)
-    return settings.loss_scaler if isinstance(settings, FP8Settings) else getattr(plugin, "scaler", None)
-
-
-def _current_scale(trainer: pl.Trainer) -> float:
-    scaler = _loss_scaler(trainer)
-    return float(scaler.scale(torch.ones((), device=trainer.strategy.root_device))) if scaler is not None else 1.0
-
-
-def _batches(given: Iterable[tuple[int, int]] | str | os.PathLike[str]) -> set[tuple[int, int]]:
-    if isinstance(given, (str, os.PathLike)):
-        return rejected_batches(read_events(given))
-    batches = set()
-    for pair in given:
-        try:
-            epoch, batch = pair
-            batches.add((int(epoch), int(batch)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"skip_batches holds {pair!r}: give pairs (epoch, batch index), or an event log's path."
-            ) from error
-    return batches
-
-
-def _describe(finding: Finding) -> str:
-    first = finding.culprits[0]
-    ranks = f" on rank {', '.join(map(str, first.ranks))}" if first.ranks else ""
-    return f"{first.what} in {first.where} ({first.role}){ranks}"

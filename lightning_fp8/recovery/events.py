@@ -12,6 +12,8 @@ from typing import Any
 
 #: Lines kept in memory for the report.
 RECENT = 1000
+#: Actions after which the batch was, or could have been, taken.
+NOT_LEFT_OUT = ("retry", "loss_scale_lowered")
 
 
 class EventLog:
@@ -71,8 +73,33 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def rejected_batches(events: Iterable[dict[str, Any]]) -> set[tuple[int, int]]:
-    """(epoch, batch index) of every batch that was rejected: what ``skip_batches`` takes."""
-    return {(event["epoch"], batch) for event in events if event["event"] == "rejected" for batch in event["batches"]}
+    """(epoch, batch index) of every batch that was left out: what ``skip_batches`` takes.
+
+    Not those that were tried again, nor those whose gradients overflowed under a loss scale: no fault of the data.
+    """
+    rejected = [event for event in events if event["event"] == "rejected" and event.get("action") not in NOT_LEFT_OUT]
+    return {(event["epoch"], batch) for event in rejected for batch in event["batches"]}
+
+
+def batches_to_leave_out(given: Iterable[tuple[int, int]] | str | os.PathLike[str]) -> set[tuple[int, int]]:
+    """What ``skip_batches`` means: pairs (epoch, batch index), or the path of an event log, for those rejected there.
+
+    Raises:
+        ValueError: something else is given.
+        FileNotFoundError: there is no such log.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return rejected_batches(read_events(given))
+    batches = set()
+    for pair in given:
+        try:
+            epoch, batch = pair
+            batches.add((int(epoch), int(batch)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"skip_batches holds {pair!r}: give pairs (epoch, batch index), or an event log's path."
+            ) from error
+    return batches
 
 
 def _plain(value: Any) -> Any:

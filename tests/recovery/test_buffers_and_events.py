@@ -96,6 +96,10 @@ def test_events_are_json_lines_and_survive_a_cut(tmp_path):
     ]
     assert rejected_batches(events) == {(0, 3), (0, 4), (1, 7)}
     assert log.counts == {"rejected": 2, "rewind": 1}
+    tried = [
+        {"event": "rejected", "epoch": 0, "batches": [9], "action": how} for how in ("retry", "loss_scale_lowered")
+    ]
+    assert rejected_batches(tried) == set() and rejected_batches([{**tried[0], "action": "rewind"}]) == {(0, 9)}
     twin = EventLog()
     twin.load_state_dict(log.state_dict())
     assert twin.counts == log.counts

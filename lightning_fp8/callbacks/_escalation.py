@@ -1,0 +1,179 @@
+"""What follows from a verdict under the Trainer: the ladder's rungs, and the lines in the event log."""
+
+from __future__ import annotations
+
+import os
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_fp8.callbacks._held_schedules import HeldSchedules
+from lightning_fp8.callbacks._samples import sample_indices
+from lightning_fp8.loss_scaling import LossScaler
+from lightning_fp8.recovery.errors import RecoveryExhausted
+from lightning_fp8.recovery.events import EventLog
+from lightning_fp8.recovery.guard import Outcome, StepGuard
+from lightning_fp8.recovery.ladder import Ladder
+from lightning_fp8.recovery.snapshot import Snapshots
+from lightning_fp8.recovery.verdict import Finding
+from lightning_fp8.settings import FP8Settings
+
+LOG_NAME = "recovery.jsonl"
+LAST_GOOD_NAME = "last-good.ckpt"
+
+
+class Escalation:
+    """Climbs the ladder in one fit.
+
+    Args:
+        trainer: of the fit.
+        guard: whose verdicts they are; its layers fall back.
+        ladder: decides.
+        snapshots: the good state, if there are any.
+        schedules: those held for a skipped step.
+        events: written to.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        guard: StepGuard,
+        ladder: Ladder,
+        snapshots: Snapshots | None,
+        schedules: HeldSchedules,
+        events: EventLog,
+    ) -> None:
+        self.trainer, self.guard, self.ladder, self.snapshots = trainer, guard, ladder, snapshots
+        self.schedules, self.events = schedules, events
+
+    def accepted(self, outcome: Outcome) -> None:
+        back = self.ladder.accepted()
+        if back:
+            self.guard.fp8.set_enabled(back, True)
+            self.events.add("fp8_again", step=self.trainer.global_step, layers=back)
+        snapshots = self.snapshots
+        candidate = snapshots.candidate if snapshots is not None else None
+        # Only a step that ran on the candidate's weights vouches for them.
+        if snapshots is not None and candidate is not None and outcome.context["step"] >= candidate.label:
+            snapshots.promote()
+
+    def rejected(self, outcome: Outcome, finding: Finding) -> bool:
+        """Act on it; True where the steps after it are undone."""
+        if finding.overflow and _current_scale(self.trainer) > 1:
+            self.write(outcome, finding, "loss_scale_lowered")
+            return False
+        if finding.deliberate:
+            self.write(outcome, finding, "skip")
+            return False
+        guard = self.guard
+        bad_weights = guard.bad_weights()
+        finding.culprits[:0] = bad_weights
+        action = self.ladder.rejected(
+            self.guilty(finding),
+            finite=finding.finite,
+            can_rewind=self.snapshots is not None and self.snapshots.good is not None,
+            weights_bad=bool(bad_weights),
+        )
+        self.write(outcome, finding, action.rung)
+        step = self.trainer.global_step
+        if action.rung == "fall_back":
+            guard.fp8.set_enabled(action.layers, False)
+            self.events.add("fall_back", step=step, layers=action.layers, steps=action.steps)
+        elif action.rung == "rewind":
+            self.rewind()
+            return True
+        elif action.rung == "relearn":
+            for judge in guard.judges:
+                judge.statistics.reset()
+            guard.fp8.forget_last_amax()
+            self.events.add("relearn", step=step)
+        elif action.rung == "stop":
+            self._stop(outcome, finding)
+        return False
+
+    def guilty(self, finding: Finding) -> tuple[str, ...]:
+        """Layers in FP8 whose operands were at fault; all, where none can be named."""
+        enabled = [name for name in self.guard.fp8.names if name not in self.ladder.fallen]
+        return tuple(name for name in finding.layers if name in enabled) or tuple(enabled)
+
+    def doubtful(self, *, alone: bool = False) -> bool:
+        """Whether the weights may be spoilt.
+
+        Args:
+            alone: look at this rank's only; otherwise every rank must call.
+        """
+        # One bad step is the data's fault; with more in a row, or weights that are not finite, these are in doubt.
+        return self.guard.rejected_in_a_row(self.ladder.in_a_row) > 1 or bool(self.guard.bad_weights(alone=alone))
+
+    def go_back_before_a_save(self) -> bool:
+        """Doubtful weights are about to be saved; False where there is no good state to save instead."""
+        if self.snapshots is None or self.snapshots.good is None:
+            self.events.add("saved_in_doubt", step=self.trainer.global_step)
+            return False
+        self.rewind("before a save")
+        return True
+
+    def rewind(self, reason: str | None = None) -> None:
+        """Put the last good state back, if there are any."""
+        if self.snapshots is None:
+            return
+        label = self.snapshots.restore()
+        self.guard.forget()
+        self.schedules.drop()
+        self.events.add("rewind", step=self.trainer.global_step, good_step=label, reason=reason)
+
+    def _stop(self, outcome: Outcome, finding: Finding) -> None:
+        message = (
+            f"Recovery has done all it may and steps are still bad: {self.ladder.story()}. "
+            f"The last one, at step {outcome.context['step']}: {_describe(finding)}. "
+        )
+        if self.snapshots is not None and self.snapshots.good is not None:
+            self.rewind()
+            path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
+            self.trainer.save_checkpoint(path)
+            message += f"The last good state is in {path}: resume from it with other data (skip_batches={LOG_NAME!r}), "
+        else:
+            message += "Resume from an earlier checkpoint with other data, "
+        message += "a lower learning rate, or the layers named above left in bf16."
+        self.events.add("stop", step=self.trainer.global_step, message=message)
+        raise RecoveryExhausted(message)
+
+    def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
+        """The line of a rejected step, and counts for the loggers."""
+        first = finding.culprits[0]
+        context = outcome.context
+        self.events.add(
+            "rejected",
+            **context,
+            verdict=first.what,
+            layer=first.where,
+            role=first.role,
+            ranks=first.ranks,
+            value=first.value,
+            loss=finding.loss,
+            grad_norm=finding.grad_norm,
+            samples=sample_indices(self.trainer, context["batches"], first.ranks),
+            causes=len(finding.culprits),
+            action=action,
+        )
+        counts = {f"recovery/{name}": float(count) for name, count in self.events.counts.items()}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(counts, step=context["step"])
+
+
+def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | LossScaler | None:
+    """This package's precision plugin keeps it in its settings, Lightning's own as ``scaler``."""
+    plugin = trainer.precision_plugin
+    settings = getattr(plugin, "settings", None)
+    return settings.loss_scaler if isinstance(settings, FP8Settings) else getattr(plugin, "scaler", None)
+
+
+def _current_scale(trainer: pl.Trainer) -> float:
+    scaler = loss_scaler(trainer)
+    return float(scaler.scale(torch.ones((), device=trainer.strategy.root_device))) if scaler is not None else 1.0
+
+
+def _describe(finding: Finding) -> str:
+    first = finding.culprits[0]
+    ranks = f" on rank {', '.join(map(str, first.ranks))}" if first.ranks else ""
+    return f"{first.what} in {first.where} ({first.role}){ranks}"
