@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import functools
+import json
+import re
 import statistics
+from dataclasses import replace
 
 import pytest
 from fault_table import SCENARIOS, STEPS, Scenario, check, run
 
 
-@functools.cache
-def clean_loss(fp8, optimizer: str, accumulate: int, clip: float | None, directory) -> tuple[float, float]:
-    """Of the clean run, and the standard deviation of clean runs over seeds."""
-    settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-    scenario = Scenario(lambda rank: [], ("", "", ""), fp8=fp8, optimizer=optimizer, settings=settings)
-    losses = [run(directory, scenario, faulty=False, recovery=False, seed=seed).loss for seed in (7, 8, 9, 10)]
-    return losses[0], statistics.stdev(losses)
+@pytest.fixture
+def clean_loss(made_once):
+    """Of the clean run like a scenario's, and the standard deviation of clean runs over seeds."""
+
+    def clean_loss(scenario: Scenario) -> tuple[float, float]:
+        def make(directory) -> None:
+            clean = replace(scenario, faults=lambda rank: [])
+            losses = [run(directory, clean, faulty=False, recovery=False, seed=seed).loss for seed in (7, 8, 9, 10)]
+            (directory / "losses.json").write_text(json.dumps(losses))
+
+        name = f"clean-{scenario.fp8}-{scenario.optimizer}-{scenario.settings}"
+        losses = json.loads((made_once(re.sub(r"\W+", "-", name), make) / "losses.json").read_text())
+        return losses[0], statistics.stdev(losses)
+
+    return clean_loss
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_fault(name, tmp_path, tmp_path_factory, record_property):
+def test_fault(name, tmp_path, clean_loss):
     scenario = SCENARIOS[name]
-    directory = tmp_path_factory.getbasetemp()
-    clean, spread = clean_loss(
-        scenario.fp8,
-        scenario.optimizer,
-        scenario.settings.get("accumulate_grad_batches", 1),
-        scenario.settings.get("gradient_clip_val"),
-        directory,
-    )
+    clean, spread = clean_loss(scenario)
     without = run(tmp_path, scenario, recovery=False)
     with_recovery = run(tmp_path, scenario)
     print(f"{name}: clean {clean:.5f} +- {spread:.5f}, without {without.loss:.5f}, with {with_recovery.loss:.5f}")
