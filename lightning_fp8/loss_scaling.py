@@ -6,7 +6,6 @@ layers from underflowing.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ class LossScaler:
         self.loss_scale = loss_scale
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] | None = None
-        self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._unscaled: set[Optimizer] = set()
         self._used = False
 
     def scale(self, loss: Tensor) -> Tensor:
