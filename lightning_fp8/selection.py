@@ -117,7 +117,7 @@ class LayerSelection:
         if against is None and self.filter is not None and not self.filter(layer, name):
             against = "left out by the filter"
         if against is None and name == head:
-            against = "the final head stays in high precision"
+            against = "the final head stays in high precision (head=True converts it)"
         if against is None:
             against = next((why for prefix, why in high_blocks.items() if f"{name}.".startswith(prefix)), None)
         if against is None and not is_lazy(layer.weight) and layer.weight.numel() < self.min_size:

@@ -88,6 +88,11 @@ def shard(
     """
     if isinstance(module, FSDPModule):
         return module
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"shard needs the DeviceMesh of all ranks, got {mesh!r}: self.device_mesh under ModelParallelStrategy, or "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
     for word, value in (("grad", grad), ("param", param)):
         if value not in ("fp8", "bf16"):
             raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
@@ -178,6 +183,13 @@ def _check(
         raise ValueError(
             f"Tensor-parallel styles need a mesh with a dimension {TENSOR_PARALLEL_NAMES[0]!r} of more than one rank; "
             f"got {mesh.mesh_dim_names} of {tuple(mesh.shape)}."
+        )
+    if tensor_mesh is not None and not tensor_parallel:
+        # Else these ranks would all train the same whole model, and nobody would know.
+        raise ValueError(
+            f"{tensor_mesh.size()} ranks of the mesh are tensor-parallel, and no styles say what they share: give "
+            "tensor_parallel={...}, or let them share the data: "
+            "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)."
         )
     if isinstance(backend, TransformerEngineBackend) or backend == TransformerEngineBackend.name:
         raise ValueError(

@@ -296,6 +296,11 @@ def mistakes_are_named(rank: int, world: int) -> None:
     fresh = make()
     with pytest.raises(ValueError, match="grad must be"):
         sharded(fresh, grad="int8")
+    with pytest.raises(ValueError, match=r"shard needs the DeviceMesh of all ranks, got None: self\.device_mesh"):
+        lightning_fp8.shard(fresh, None)  # type: ignore[arg-type]
+    tensor_mesh = init_device_mesh(device().type, (1, world), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    with pytest.raises(ValueError, match=r"are tensor-parallel, and no styles.*data_parallel_size"):
+        lightning_fp8.shard(fresh, tensor_mesh)
     with pytest.raises(ValueError, match="need a mesh"):
         sharded(fresh, tensor_parallel={"head": None})
     with pytest.raises(ValueError, match="no modules 'nowhere'"):
