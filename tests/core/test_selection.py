@@ -51,7 +51,7 @@ BLOCKS = {name for name in ALL if name.startswith("blocks.")}
 def test_default_takes_all_but_the_head() -> None:
     assert taken(GPT()) == ALL - {"out"}
     assert taken(GPT(tied=True)) == ALL - {"lm_head"}
-    assert decide(GPT())["out"].reason == "the final head stays in high precision"
+    assert decide(GPT())["out"].reason == "the final head stays in high precision (head=True converts it)"
     assert taken(GPT(), head=True) == ALL
     assert list(decide(GPT())) == list(linear_layers(GPT()))
     assert all(d.reason == "delayed" for d in decide(GPT(), head=True).values())
