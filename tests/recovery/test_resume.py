@@ -16,6 +16,7 @@ from lightning_fp8.callbacks.fault_injector import Fault
 from lightning_fp8.recovery.events import read_events
 
 KILLS = sorted(random.Random(5).sample(range(EVERY + 1, STEPS - 1), 10))
+LEFT_TO_SLOW = KILLS[1::3]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def essential(events: list[dict]) -> list[dict]:
     return [event for event in events if event["event"] in ("rejected", "rewind", "fall_back")]
 
 
-@pytest.mark.parametrize("kill_at", KILLS)
+@pytest.mark.parametrize(
+    "kill_at", [pytest.param(step, marks=pytest.mark.slow) if step in LEFT_TO_SLOW else step for step in KILLS]
+)
 def test_resume_is_bit_identical(whole, tmp_path, kill_at):
     optimizer = "adamw-fused" if kill_at % 2 else "adamw"
     kill = Fault("kill", kill_at)
