@@ -1,8 +1,9 @@
-"""What the monitors cost: the same training with and without them, in turns, in one process.
+"""What monitors and recovery cost: the same training with and without them, in turns, in one process.
 
     python benchmarks/monitor.py                      # 8B-sized blocks on a GPU, a tiny decoder on a CPU
     python benchmarks/monitor.py --sync-debug         # also: no step may wait for the device
     python benchmarks/monitor.py --recipe none        # everything in bf16: all layers are watched
+    python benchmarks/monitor.py --variants plain "snapshot every 20" --rounds 2
 
 Each round times every variant once, so that drifts of the machine meet all of them; the overhead is the median over the
 rounds of the ratio to the plain run of the same round. The extra statistics are run every 10 steps to be seen above the
@@ -28,8 +29,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_fp8 import FP8Precision, LayerSelection
-from lightning_fp8.callbacks import AmaxMonitor, FP8HealthMonitor, FP8Report
+from lightning_fp8 import AmaxMonitor, FP8HealthMonitor, FP8Precision, FP8Report, LayerSelection, SkipBatchRecovery
 from lightning_fp8.tuning.decoder import SHAPES as GPU_SHAPES
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -38,6 +38,7 @@ SHAPES = {**GPU_SHAPES, "cpu": DecoderShape(64, 256, 2, 2, 64, 4, 2, 512)}
 #: Steps that are not timed: compilation, allocation, the first scales.
 WARM_UP = 4
 EVERY = 10
+SNAPSHOT_EVERY = 20
 
 
 class Task(pl.LightningModule):
@@ -117,8 +118,12 @@ VARIANTS: dict[str, Callable[[Path], list[pl.Callback]]] = {
     "health every step": lambda _: [FP8HealthMonitor("log", progress_bar=False)],
     "amax every step": lambda _: [AmaxMonitor(1)],
     "report": lambda folder: [FP8Report(folder / "report.html")],
+    "recovery": lambda _: [SkipBatchRecovery(rewinds=0, snapshot_every=None, log=None)],
     f"statistics every {EVERY}": lambda _: [AmaxMonitor(EVERY, statistics_every_n_steps=EVERY)],
+    f"snapshot every {SNAPSHOT_EVERY}": lambda _: [SkipBatchRecovery(snapshot_every=SNAPSHOT_EVERY, log=None)],
 }
+#: Variants that cost more than their figure says here, and what they come to at the default of every 100 steps.
+AMORTISED = {f"statistics every {EVERY}": EVERY / 100, f"snapshot every {SNAPSHOT_EVERY}": SNAPSHOT_EVERY / 100}
 
 
 def main() -> None:
@@ -132,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5 if cuda else 2)
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
     parser.add_argument("--sync-debug", action="store_true", help="let a synchronisation in a timed step be an error")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:-1], choices=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     if args.sync_debug and not cuda:
@@ -143,13 +149,13 @@ def main() -> None:
     shape = SHAPES[args.shape]
     task = Task(shape, compiled=cuda and not args.eager)
     device = torch.device("cuda" if cuda else "cpu")
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in args.variants}
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else 'CPU'}, {args.shape}: {shape}")
     with tempfile.TemporaryDirectory() as folder:
         run(task, shape, device, args, [], folder)  # Compiles.
         for _ in range(args.rounds):
-            for name, make in VARIANTS.items():
-                times[name].append(run(task, shape, device, args, make(Path(folder)), folder))
+            for name in args.variants:
+                times[name].append(run(task, shape, device, args, VARIANTS[name](Path(folder)), folder))
     rows = table(times, args.steps - WARM_UP)
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1))
@@ -193,8 +199,8 @@ def table(times: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:
             "most": max(ratios),
         }
         rows.append(row)
-        if name.startswith("statistics"):
-            amortised = {key: ratio * EVERY / 100 for key, ratio in row.items() if isinstance(ratio, float)}
+        if name in AMORTISED:
+            amortised = {key: ratio * AMORTISED[name] for key, ratio in row.items() if isinstance(ratio, float)}
             plain_ms = 1000 * statistics.median(times["plain"]) / steps
             amortised["milliseconds"] = plain_ms * (1 + amortised["overhead_percent"] / 100)
             rows.append({"variant": "  at every 100", **amortised})

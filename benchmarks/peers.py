@@ -30,9 +30,7 @@ def transformer_engine(recipe: str, model: Decoder) -> Callable[[], AbstractCont
 
     hybrid = recipes.Format.HYBRID
     chosen = {
-        "delayed": partial(
-            recipes.DelayedScaling, fp8_format=hybrid, amax_history_len=1024, amax_compute_algo="max"
-        ),
+        "delayed": partial(recipes.DelayedScaling, fp8_format=hybrid, amax_history_len=1024, amax_compute_algo="max"),
         "current": partial(recipes.Float8CurrentScaling, fp8_format=hybrid),
         "block": recipes.Float8BlockScaling,
     }[recipe]()

@@ -136,7 +136,7 @@ def test_fabrics_class_in_a_trainer() -> None:
 
 def test_fsdp_is_refused() -> None:
     strategy = FSDPStrategy()
-    with pytest.raises(TypeError, match="for FSDPStrategy use lightning_fp8.FP8FSDPPrecision"):
+    with pytest.raises(TypeError, match=r"for FSDPStrategy use lightning_fp8\.FP8FSDPPrecision"):
         strategy.precision_plugin = plugin()
 
 
