@@ -267,6 +267,8 @@ class SkipBatchRecovery(Callback):
             self._ended = True
             self.events.add("exception", step=trainer.global_step, kind=type(exception).__name__, text=str(exception))
             self._close()
+        # Lightning tears no callback down after an exception: this one would stay around the next fit's training_step.
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         if self.guard is None:

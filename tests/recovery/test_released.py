@@ -1,0 +1,53 @@
+"""After an exception nothing of a recovery stays on the module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_fp8 import SkipBatchException, SkipBatchRecovery
+
+
+class Failing(BoringModel):
+    """Raises what it is told to, at its second step."""
+
+    failure: Exception | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.failure is not None and batch_idx == 1:
+            raise self.failure
+        return super().training_step(batch, batch_idx)
+
+
+def fit(model: Failing, recovery: SkipBatchRecovery, folder: Path) -> None:
+    Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        limit_val_batches=0,
+        callbacks=[recovery],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    ).fit(model)
+
+
+def test_an_exception_releases_the_module(tmp_path: Path) -> None:
+    model = Failing()
+    before = set(vars(model))
+    model.failure = ValueError("boom")
+    first = SkipBatchRecovery(log=None)
+    with pytest.raises(ValueError, match="boom"):
+        fit(model, first, tmp_path)
+    assert "training_step" not in vars(model)
+    model.failure = SkipBatchException("not this one")
+    second = SkipBatchRecovery(log=None)
+    seen = len(first.events.recent)
+    fit(model, second, tmp_path)
+    assert len(first.events.recent) == seen and len(second.events.recent) > 0
+    assert "training_step" not in vars(model) and before <= set(vars(model))
