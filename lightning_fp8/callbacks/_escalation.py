@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import lightning.pytorch as pl
@@ -17,6 +18,8 @@ from lightning_fp8.recovery.ladder import Ladder
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import Finding
 from lightning_fp8.settings import FP8Settings
+
+log = logging.getLogger(__name__)
 
 LOG_NAME = "recovery.jsonl"
 LAST_GOOD_NAME = "last-good.ckpt"
@@ -156,6 +159,11 @@ class Escalation:
             causes=len(finding.culprits),
             action=action,
         )
+        if not finding.deliberate and self.events.writes:
+            role = f", {first.role}" if first.role != first.where else ""
+            log.warning(
+                "Step %s was rejected: %s in %s%s. Action: %s.", context["step"], first.what, first.where, role, action
+            )
         counts = {f"recovery/{name}": float(count) for name, count in self.events.counts.items()}
         for logger in self.trainer.loggers:
             logger.log_metrics(counts, step=context["step"])

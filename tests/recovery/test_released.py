@@ -1,4 +1,4 @@
-"""After an exception nothing of a recovery stays on the module."""
+"""What a recovery leaves behind: after an exception nothing on the module, after a rejected step a warning."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from lightning_fp8 import SkipBatchException, SkipBatchRecovery
 
 
 class Failing(BoringModel):
-    """Raises what it is told to, at its second step."""
+    """Raises what it is told to at its second step, or loses its loss."""
 
     failure: Exception | None = None
+    nan = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.failure is not None and batch_idx == 1:
             raise self.failure
-        return super().training_step(batch, batch_idx)
+        output: Any = super().training_step(batch, batch_idx)
+        return {"loss": output["loss"] * float("nan")} if self.nan and batch_idx == 1 else output
 
 
 def fit(model: Failing, recovery: SkipBatchRecovery, folder: Path) -> None:
@@ -51,3 +53,11 @@ def test_an_exception_releases_the_module(tmp_path: Path) -> None:
     fit(model, second, tmp_path)
     assert len(first.events.recent) == seen and len(second.events.recent) > 0
     assert "training_step" not in vars(model) and before <= set(vars(model))
+
+
+def test_a_rejected_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Failing()
+    model.nan = True
+    fit(model, SkipBatchRecovery(log=None), tmp_path)
+    warned = [record.getMessage() for record in caplog.records if "was rejected" in record.getMessage()]
+    assert warned == ["Step 1 was rejected: nonfinite in loss. Action: skip."]
