@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -128,8 +128,8 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
 
 def shard_ranks(parameter: Tensor) -> int:
     """How many ranks share the shards of a parameter that FSDP2 sharded."""
-    assert isinstance(parameter, DTensor)
-    return parameter.device_mesh.size(1 if _is_replicated(parameter) else 0)
+    sharded = cast(DTensor, parameter)
+    return sharded.device_mesh.size(1 if _is_replicated(parameter) else 0)
 
 
 def _is_replicated(parameter: Tensor) -> bool:

@@ -12,6 +12,7 @@ parameters travel as they are.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -247,10 +248,8 @@ class _Segment:
     @property
     def scale_and_cast(self) -> tuple[Tensor | None, Cast]:
         """The slot with the weight's one scale (``None`` under finer scales), and the cast of its codes."""
-        assert self.layer is not None
-        cast = self.layer.fp8.scaling.recipe.casts["weight"].straight
-        assert cast is not None
-        return self.layer.fp8.gathered_weight, cast
+        fp8 = typing.cast(Float8Linear, self.layer).fp8
+        return fp8.gathered_weight, typing.cast(Cast, fp8.scaling.recipe.casts["weight"].straight)
 
 
 def has_one_scale(layer: Float8Linear) -> bool:
@@ -300,10 +299,10 @@ def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
 
 def padded_shard_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
     """Shape of a shard as FSDP gathers it over ``ranks``: the first rank's, which no other exceeds."""
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local().shape
+    sharded = typing.cast(DTensor, parameter)
+    local = sharded.to_local().shape
     pieces = 1
-    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
         if getattr(placement, "dim", None) == 0:
             pieces *= size
     if pieces % ranks:
