@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.backends import Backend, Choice, Runtime, Support, resolve_backend
+from lightning_fp8.backends import Backend, Choice, Runtime, resolve_backend
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
@@ -52,17 +52,15 @@ class Conversion:
         layers: LayerSelection | Literal["auto"],
         tokens: int | None,
         device: torch.device,
-        support: Support,
         chosen: Chosen,
         runtime: Runtime,
         autocast_only: bool,
     ) -> None:
         self.recipe = recipe
-        self.backend, self.backend_reason = choice
+        self.backend, self.backend_reason, self.support = choice
         self.layers = layers
         self.tokens = tokens
         self.device = device
-        self.support = support
         self.decisions, self.origin, self.saved = chosen
         self.runtime = runtime
         self.autocast_only = autocast_only
@@ -205,12 +203,11 @@ def convert_model(
         if existing:
             log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
             revert_model(model)
-        support = choice.backend.support(recipe, where)
         verdict = Chosen(selection.decide(model, recipe), "")
         if layers == "auto" and chosen is not None:
             verdict = choose_saved(verdict.decisions, chosen)
         elif layers == "auto":
-            verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, support, where, tokens)
+            verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, choice.support, where, tokens)
         names = [decision.name for decision in verdict.decisions if decision.converted]
         _check_weights(model, names)
         if not names:
@@ -218,7 +215,7 @@ def convert_model(
             reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
             warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
         runtime = choice.backend.convert(model, names, recipe, autocast_only)
-        conversion = Conversion(recipe, choice, layers, tokens, where, support, verdict, runtime, autocast_only)
+        conversion = Conversion(recipe, choice, layers, tokens, where, verdict, runtime, autocast_only)
         setattr(model, _ATTRIBUTE, conversion)
     return model
 

@@ -25,10 +25,12 @@ class Choice(NamedTuple):
     Attributes:
         backend: the backend.
         reason: why this one, for people to read.
+        support: how it runs the recipe there.
     """
 
     backend: Backend
     reason: str
+    support: Support
 
 
 def get_backend(backend: Backend | str) -> Backend:
@@ -54,9 +56,10 @@ def resolve_backend(backend: Backend | str, recipe: Recipe, device: torch.device
         ValueError: the name is unknown, or the backend asked for cannot run the recipe there.
         TypeError: ``backend`` is neither a name nor a backend.
     """
-    choice = choose_backend(recipe, device) if backend == "auto" else Choice(get_backend(backend), "as asked for")
-    check_support(choice.backend, recipe, device)
-    return choice
+    if backend == "auto":
+        return choose_backend(recipe, device)
+    asked = get_backend(backend)
+    return Choice(asked, "as asked for", check_support(asked, recipe, device))
 
 
 def choose_backend(recipe: Recipe, device: torch.device) -> Choice:
@@ -72,11 +75,12 @@ def choose_backend(recipe: Recipe, device: torch.device) -> Choice:
 def choose(native: Support, others: Iterable[tuple[Backend, Support]]) -> Choice:
     """The choice, from what the native backend and the others say (they are asked only where it matters)."""
     if native.kind == "native":
-        return Choice(NativeBackend(), "the native backend is the fastest in every table measured so far")
+        return Choice(NativeBackend(), "the native backend is the fastest in every table measured so far", native)
     for backend, support in others:
         if support.kind == "native":
-            return Choice(backend, f"{native.reason} for the native backend, and {backend.name} has kernels for it")
-    return Choice(NativeBackend(), "no installed library has tensor-core kernels for this recipe here")
+            reason = f"{native.reason} for the native backend, and {backend.name} has kernels for it"
+            return Choice(backend, reason, support)
+    return Choice(NativeBackend(), "no installed library has tensor-core kernels for this recipe here", native)
 
 
 def check_support(backend: Backend, recipe: Recipe, device: torch.device) -> Support:
