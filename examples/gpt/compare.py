@@ -197,10 +197,10 @@ def compare(
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it introduces itself at every run
     experiment = Experiment(config, steps, accelerator, precision)
 
-    def fp8(chosen: Recipe | str) -> PluginFactory:
-        return lambda: FP8Precision(chosen, backend=backend, precision=precision, layers=LayerSelection())  # type: ignore[arg-type]
+    def fp8(chosen: Recipe | str, library: str) -> PluginFactory:
+        return lambda: FP8Precision(chosen, backend=library, precision=precision, layers=LayerSelection())  # type: ignore[arg-type]
 
-    tested = fp8(recipe or experiment.recipe)
+    tested = fp8(recipe or experiment.recipe, backend)
     if picture is not None:
         draw(experiment, tested, seeds, picture)
         return 0
@@ -222,7 +222,8 @@ def compare(
         f"{noise.runs} runs; {count} seeds, limit {noise.limit(count):.4f} ({noise.limit(count) / noise.loss:.2%})"
     )
     runs = [report("FP8", experiment.run(seed, tested)[0]) for seed in range(count)]
-    control_plugin = fp8(StaticScaling(scale=1.0, format="e4m3"))
+    # The control is of the comparison, not of a backend: not every one has fixed scales.
+    control_plugin = fp8(StaticScaling(scale=1.0, format="e4m3"), "native")
     control = [report("control", experiment.run(seed, control_plugin)[0]) for seed in range(count)]
     verdict, control_verdict = judge(runs, bf16, noise), judge(control, bf16, noise)
     print(f"{runs[0].fp8_layers} layers in FP8 ({tested().settings.recipe!r})")

@@ -1,5 +1,9 @@
 """Compares the Triton kernels of the block codec with torch, bit for bit, on the device named on the command line.
 
+    python tests/comm/kernel_checks.py cuda E4M3 stochastic
+
+On a GPU the command line names a format and how it rounds as well: compiling all kernels in one process takes minutes.
+
 On ``cpu`` this runs in Triton's interpreter (``TRITON_INTERPRET=1``), which covers layout, masks and the arithmetic on
 bits; the interpreter converts to FP8 and bf16, and from bf16's subnormals, wrongly: those are left to a GPU.
 """
@@ -9,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.comm.codec import BlockCodec, amax_target
-from lightning_fp8.formats import E4M3, E5M2, dequantize
+from lightning_fp8.formats import E4M3, E5M2, Format, dequantize
 from lightning_fp8.kernels import block_codec, weight_codes
 
 SEED = 0x123456789ABCDEF
@@ -102,11 +107,15 @@ def same(result: Tensor, expected: Tensor) -> None:
 
 if __name__ == "__main__":
     device = sys.argv[1]
-    every = itertools.product(
-        (E4M3, E5M2), (16, 128, 1024), (False, True), (torch.float32, torch.float16, torch.bfloat16)
-    )
-    few = itertools.product((E4M3, E5M2), (16, 128), (False, True), (torch.float32,))
-    choices = [*few, (E4M3, 1024, False, torch.float16)] if device == "cpu" else every
+    choices: Iterable[tuple[Format, int, bool, torch.dtype]]
+    if device == "cpu":
+        few = itertools.product((E4M3, E5M2), (16, 128), (False, True), (torch.float32,))
+        choices = [*few, (E4M3, 1024, False, torch.float16)]
+    else:
+        fmt, stochastic = {"E4M3": E4M3, "E5M2": E5M2}[sys.argv[2]], sys.argv[3] == "stochastic"
+        # Each block size once, each dtype once: a kernel treats them apart.
+        pairs = ((16, torch.float16), (128, torch.float32), (1024, torch.bfloat16))
+        choices = [(fmt, block, stochastic, dtype) for block, dtype in pairs]
     for fmt, block, stochastic, dtype in choices:
         for native in (False,) if device == "cpu" else (False, None):
             compare(BlockCodec(fmt, block, stochastic), device, dtype, native)

@@ -14,11 +14,11 @@ from lightning_fp8.comm import BlockCodec
 CHECKS = Path(__file__).with_name("kernel_checks.py")
 
 
-def run_checks(device: str, **environment: str) -> str:
+def run_checks(*arguments: str, **environment: str) -> str:
     # In a process of its own: Triton reads its environment when it is imported.
     root = str(CHECKS.parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), **environment}
-    result = subprocess.run([sys.executable, CHECKS, device], env=environment, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, CHECKS, *arguments], env=environment, capture_output=True, text=True)
     return result.stdout if result.returncode == 0 else result.stderr
 
 
@@ -29,8 +29,10 @@ def test_kernels_give_the_references_bits_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_kernels_give_the_references_bits_on_the_gpu() -> None:
-    assert run_checks("cuda").strip() == "same bits"
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
+def test_kernels_give_the_references_bits_on_the_gpu(fmt: str, rounding: str) -> None:
+    assert run_checks("cuda", fmt, rounding).strip() == "same bits"
 
 
 @pytest.mark.gpu
