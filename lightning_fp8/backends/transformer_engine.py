@@ -307,6 +307,21 @@ class TransformerEngineLinear(Float8Linear):
         return y.narrow(0, 0, rows)
 
 
+class _Owned(torch.autograd.Function):
+    """The identity; its output may be changed in place, as a layer's output may.
+
+    Transformer Engine returns a view made inside of its own autograd function, which autograd lets nobody change.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.data  # No view of y to autograd; no backward of the library reads its own output.
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
 class Engine:
     """A module of Transformer Engine at work for one layer, or for several that it runs as one.
 
@@ -348,7 +363,7 @@ class Engine:
         with self.library.autocast(enabled=True, recipe=self.recipe):
             if self.states[0].stored:
                 self._bind(training, library_amax)
-            return self.module(x, is_first_microbatch=first_microbatch)
+            return _Owned.apply(self.module(x, is_first_microbatch=first_microbatch))  # type: ignore[no-any-return]
 
     def _bind(self, training: bool, library_amax: bool) -> None:
         """Let the module's quantizers read the layers' scales, and write their amaxes where they belong.

@@ -321,7 +321,9 @@ class Judge:
         if unhealthy is not None and not rejected:
             rejections[self.rank].copy_(unhealthy * UNHEALTHY)
         norm_part.copy_(_nonfinite_to_inf(norms))
-        batches[self.rank].copy_(~torch.isfinite(batch) if batch is not None else torch.zeros(()))
+        batches[self.rank].fill_(0.0)
+        if batch is not None:
+            batches[self.rank].copy_(~torch.isfinite(batch))
         operands[self.rank].fill_(0.0)
         if amax is not None and last_amax is not None and self.layout.layers:
             amax_part.copy_(_nonfinite_to_inf(amax).flatten())

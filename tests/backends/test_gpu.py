@@ -100,6 +100,17 @@ def test_gradients_against_float64(name: str, recipe: str) -> None:
         assert q.grad.dtype is torch.float32 and sqnr(p.grad, q.grad) > 18, key
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_output_may_be_changed_in_place(name: str) -> None:
+    recipe = "tensorwise" if name == "torchao" else "delayed"
+    gradients = []
+    for relu in (torch.relu, torch.relu_):
+        layer = converted(BACKENDS[name], recipe)[0]
+        relu(forward(layer, batch(0, 64))).float().sum().backward()
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 24, 200])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_any_number_of_tokens(name: str, rows: int) -> None:

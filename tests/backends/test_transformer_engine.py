@@ -333,6 +333,16 @@ def test_any_number_of_tokens(library: ModuleType, rows: int) -> None:
     assert model[0].weight.grad is not None
 
 
+def test_the_output_may_be_changed_in_place(library: ModuleType) -> None:
+    model = mlp()
+    convert(model, "delayed", StandIn())
+    copy_of = copy.deepcopy(model)
+    x = batch(0, rows=16)
+    torch.relu(model[0](x)).sum().backward()
+    torch.relu_(copy_of[0](x)).sum().backward()
+    assert torch.equal(model[0].weight.grad, copy_of[0].weight.grad)
+
+
 def test_autocast(library: ModuleType) -> None:
     model = mlp()
     table = convert(model, "delayed", StandIn(), autocast_only=True).runtime.table

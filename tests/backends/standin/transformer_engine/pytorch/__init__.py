@@ -33,7 +33,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(xq, wq)
         ctx.grad, ctx.dtypes = grad, (x.dtype, w.dtype, None if b is None else b.dtype)
         y = xq @ wq.t()
-        return (y if b is None else y + b).to(x.dtype)
+        # A view, like the real one's: autograd lets nobody change it in place.
+        return (y if b is None else y + b).to(x.dtype).view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
