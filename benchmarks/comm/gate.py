@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --output docs/benchmarks/comm-gate.md
     torchrun --nproc-per-node=4 benchmarks/comm/gate.py --kinds fsdp2_tp tp --output docs/benchmarks/comm-gate-4.md
+    torchrun --nproc-per-node=2 benchmarks/comm/gate.py --kinds ddp fsdp2 --reference bf16 --steps 500
 
 The gate is that of ``examples/gpt/gate.py``. The reference is DDP with FP8 layers and plain communication, so that only
-communication differs; sigma is taken from it. A positive control, static scaling with scale 1, has to fail. Gradients
+communication differs, or, with ``--reference bf16``, DDP all in bf16; sigma is taken from it. A positive control, static scaling with scale 1, has to fail. Gradients
 are not clipped: of a model that is split partly, no norm is defined across its meshes.
 """
 
@@ -90,18 +91,19 @@ def strategy_of(kind: Kind) -> tuple[Any, int]:
     return ModelParallelStrategy(data_parallel_size=ranks // tensor, tensor_parallel_size=tensor), ranks // tensor
 
 
-def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precision) -> tuple[Run, str]:
-    """Train once; the loss, and what FP8Communication says."""
+def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precision | None) -> tuple[Run, str]:
+    """Train once, without ``plugin`` in bf16; the loss, and what FP8Communication says."""
     pl.seed_everything(seed, verbose=False)
     recorder = Recorder()
     communication = FP8Communication(min_numel=0) if kind.communicates else None
     model = kind.model(width=settings.width, layers=settings.layers, heads=2, fused=False)
     strategy, data_ranks = strategy_of(kind)
+    how: dict[str, Any] = {"precision": "bf16-mixed"} if plugin is None else {"plugins": [plugin]}
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
-        plugins=[plugin],
+        **how,
         callbacks=[recorder, *([communication] if communication else [])],
         max_steps=settings.steps,
         val_check_interval=settings.steps // VALIDATIONS,
@@ -114,7 +116,7 @@ def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precisio
     )
     # Every kind sees the same windows in each step.
     trainer.fit(model, TextData(batch_size=BATCH * dist.get_world_size() // data_ranks, seed=seed))
-    layers = sum(len(part.converted) for part in plugin.conversions)
+    layers = sum(len(part.converted) for part in plugin.conversions) if plugin is not None else 0
     losses = torch.stack(recorder.training).tolist()
     result = Run(seed, recorder.validations, count_spikes(losses), layers)
     return result, communication.summary() if communication else ""
@@ -124,6 +126,7 @@ def main() -> None:
     """Run all kinds and print the page on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--reference", choices=("fp8", "bf16"), default="fp8", help="the layers of the reference")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
@@ -140,10 +143,13 @@ def main() -> None:
     def fp8() -> FP8Precision:
         return FP8Precision(layers=LayerSelection())
 
-    reference = [run(REFERENCE, seed, settings, fp8())[0] for seed in range(max(MIN_SIGMA_RUNS, settings.seeds))]
+    def plain() -> FP8Precision | None:
+        return fp8() if settings.reference == "fp8" else None
+
+    reference = [run(REFERENCE, seed, settings, plain())[0] for seed in range(max(MIN_SIGMA_RUNS, settings.seeds))]
     noise = Noise.of(reference)
     seeds = max(settings.seeds, noise.seeds_needed())  # Fewer would leave the limit above 1% of the loss.
-    reference += [run(REFERENCE, seed, settings, fp8())[0] for seed in range(len(reference), seeds)]
+    reference += [run(REFERENCE, seed, settings, plain())[0] for seed in range(len(reference), seeds)]
     control = [
         run(REFERENCE, s, settings, FP8Precision(StaticScaling(), layers=LayerSelection()))[0] for s in range(seeds)
     ]
@@ -151,8 +157,8 @@ def main() -> None:
         "# FP8 communication: the accuracy gate",
         "",
         f"{ranks} ranks, {torch.cuda.get_device_name() if gpu else 'CPU, gloo'}; GPT example, width {settings.width}, "
-        f"{settings.layers} blocks, {settings.steps} steps, {reference[0].fp8_layers} layers in FP8 (delayed). "
-        f"Reference: DDP, FP8 layers, plain communication; loss {noise.loss:.4f}, sigma {noise.sigma:.4f} of "
+        f"{settings.layers} blocks, {settings.steps} steps, {control[0].fp8_layers} layers in FP8 (delayed). "
+        f"Reference: DDP, {settings.reference} layers, plain communication; loss {noise.loss:.4f}, sigma {noise.sigma:.4f} of "
         f"{noise.runs} runs.",
         "",
         "| training | mean gap | spread | limit | spikes (reference) | gate |",
@@ -185,8 +191,8 @@ def main() -> None:
         *summaries,
         "```",
         "",
-        f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --steps {settings.steps} "
-        f"--seeds {seeds}`; torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}.",
+        f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds "
+        f"{' '.join(settings.kinds)} --reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}.",
         "",
     ]
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_checks import relative_error
-from rank_checks import same_on_all_ranks
+from rank_checks import device, same_on_all_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +44,7 @@ def make(
 
 
 def data(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator(device()).manual_seed(1000 * step + rank)
     return torch.randn(16, 32, generator=generator).to(dtype)
 
 
@@ -67,7 +67,7 @@ def gradients_are_the_mean(rank: int, world: int) -> None:
                 loss(model, data(rank, step)).backward()
             assert same_on_all_ranks(gradient(fp8))
             assert 0 < relative_error(gradient(fp8), gradient(plain).double()) < 0.035
-        # It ran in FP8, over gloo: the buckets are padded to ranks x block, so small ones cost a little more.
+        # It ran in FP8: the buckets are padded to ranks x block, so small ones cost a little more.
         assert traffic.calls >= (3 if "find_unused_parameters" in options or "static_graph" in options else 6)
         assert 0 < traffic.sent / traffic.bf16 <= 0.55
 
@@ -219,7 +219,9 @@ def large_gradients_do_not_freeze_small_ones(rank: int, world: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for step in range(3):
             optimizer.zero_grad()
-            model(torch.randn(8, 64, generator=torch.Generator().manual_seed(step + 10 * rank))).sum().backward()
+            model(
+                torch.randn(8, 64, generator=torch.Generator(device()).manual_seed(step + 10 * rank))
+            ).sum().backward()
             optimizer.step()
         return float((model.module.small.weight - before).norm())
 

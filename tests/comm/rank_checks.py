@@ -7,6 +7,7 @@ import queue
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,26 +26,28 @@ def free_port() -> int:
 
 
 def run_checks(
-    checks: Sequence[Check], world_size: int, timeout: float = 20.0, backend: str = "gloo", folder: str = ""
+    checks: Sequence[Check],
+    world_size: int,
+    timeout: float = 20.0,
+    backend: str = "gloo",
+    folder: str = "",
+    tensors_there: bool = False,
 ) -> dict[str, list[str]]:
     """The failures of each check: one traceback for each rank that raised.
 
-    With ``backend="nccl"`` rank i has GPU i. ``folder`` is where checks find what other spawns left (:func:`folder`).
+    With ``backend="nccl"`` rank i has GPU i; with ``tensors_there`` that is where tensors are made by default.
+    ``folder`` is where checks find what other spawns left (:func:`folder`).
 
-    A rank that raises leaves the others waiting in a collective; the group's timeout turns that into a failure too.
-    After one, the group's state is unknown, so the checks that follow fail as "not run".
+    A rank that raises may leave the others waiting in a collective; the group's timeout turns that into a failure too.
+    After any but a failed assertion the group's state is unknown, so the checks that follow fail as "not run".
     """
     # Forked from a server that has imported torch, once for all world sizes: importing takes longer than the checks.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["lightning_fp8.comm"])
     reports = context.Queue()
     port = free_port()
-    processes = [
-        context.Process(
-            target=_work, args=(rank, world_size, port, checks, timeout, reports, backend, folder), daemon=True
-        )
-        for rank in range(world_size)
-    ]
+    settings = (world_size, port, checks, timeout, reports, backend, folder, tensors_there)
+    processes = [context.Process(target=_work, args=(rank, *settings), daemon=True) for rank in range(world_size)]
     for process in processes:
         process.start()
     failures: dict[str, list[str]] = {check.__name__: [] for check in checks}
@@ -71,6 +74,7 @@ def _work(
     reports: mp.Queue,
     backend: str,
     folder: str,
+    tensors_there: bool,
 ) -> None:
     torch.set_num_threads(1)
     results: dict[str, str] = {}
@@ -79,22 +83,32 @@ def _work(
     # Lightning takes its ranks from here, and the process group as it finds it.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), CHECKS_FOLDER=folder)
+    patience = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=patience * 2)
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=patience
     )
     for check in checks:
+        name = check.__name__
         torch.manual_seed(0)
         try:
-            check(rank, world_size)
-            dist.barrier()
-            results[check.__name__] = ""
-        except BaseException:
-            results[check.__name__] = traceback.format_exc()
+            with device() if tensors_there else nullcontext():
+                check(rank, world_size)
+            results[name], outcome = "", "passed"
+        except BaseException as error:
+            results[name] = traceback.format_exc()
+            outcome = "failed" if isinstance(error, AssertionError) else "raised"
+        store.set(f"{name}/{rank}", outcome)
+        try:
+            outcomes = [store.get(f"{name}/{other}") for other in range(world_size)]
+        except dist.DistError:
             break
+        if b"raised" in outcomes:
+            break
+    store.set(f"bye/{rank}", "")
+    if rank == 0:  # The store is this process's.
+        with suppress(dist.DistError):
+            store.wait([f"bye/{other}" for other in range(world_size)])
     reports.put((rank, results))
     reports.close()
     reports.join_thread()

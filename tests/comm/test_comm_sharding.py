@@ -71,3 +71,13 @@ def test_checkpoints_move_between_numbers_of_ranks(tmp_path: Path) -> None:
     before = state["model"]["head.weight"].clone()
     dcp.load(state, checkpoint_id=tmp_path / "shards", no_dist=True)
     assert not torch.equal(before, state["model"]["head.weight"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2), (2, 4), (4, 1)])
+def test_checkpoints_move_over_nccl(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < max(saved_by, loaded_by):
+        pytest.skip(f"needs {max(saved_by, loaded_by)} GPUs")
+    for checks, world_size in ((checkpoint_checks.SAVING, saved_by), (checkpoint_checks.LOADING, loaded_by)):
+        for failures in run_checks(checks, world_size, timeout=60.0, backend="nccl", folder=str(tmp_path)).values():
+            assert not failures, "\n".join(failures)

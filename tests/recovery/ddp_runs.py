@@ -105,6 +105,18 @@ def everything(directory: Path, names: Sequence[str]) -> dict[str, Any]:
     return results
 
 
+def over_nccl(directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The same on GPUs: clean and with recovery only."""
+    results: dict[str, Any] = {}
+    for name in names:
+        scenario = SCENARIOS[name]
+        for faulty in (False, True):
+            results[f"{name}/{faulty}"] = run(
+                directory, scenario, rank=1, faulty=faulty, devices=RANKS, accelerator="gpu"
+            )
+    return results
+
+
 def one_run(directory: Path, faults: Sequence[Fault]) -> dict[str, Result]:
     """A run with checkpoints, that goes on from the last one in ``directory``."""
     scenario = Scenario(lambda rank: list(faults), ("", "", ""))

@@ -162,6 +162,7 @@ def run(
     more: Sequence[pl.Callback] = (),
     ckpt_path: str | None = None,
     loader: Any = None,
+    accelerator: str = "cpu",
 ) -> Result:
     """One run of a scenario."""
     callbacks: list[pl.Callback] = [FaultInjector(scenario.faults(rank))] if faulty else []
@@ -176,7 +177,10 @@ def run(
         environment = LightningEnvironment()
         settings |= {
             "devices": devices,
-            "strategy": strategy or DDPStrategy(process_group_backend="gloo", cluster_environment=environment),
+            "strategy": strategy
+            or DDPStrategy(
+                process_group_backend="gloo" if accelerator == "cpu" else "nccl", cluster_environment=environment
+            ),
             "use_distributed_sampler": True,
         }
     model = model if model is not None else Deep(scenario.optimizer, seed)
@@ -189,12 +193,13 @@ def run(
             loader=loader or make_loader(4096, 64 // devices),
             ckpt_path=ckpt_path,
             enable_checkpointing=bool(more),
+            accelerator=accelerator,
             **settings,
             **scenario.settings,
         )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
-    weights = {name: full(value).clone() for name, value in model.state_dict().items()}
+    weights = {name: full(value).cpu().clone() for name, value in model.state_dict().items()}
     if strategy is not None:
         model = Deep()
         model.load_state_dict(weights)

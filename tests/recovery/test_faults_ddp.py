@@ -7,7 +7,18 @@ import statistics
 
 import pytest
 import torch
-from ddp_runs import GIVING_UP, QUICK, RANKS, SHARDED, everything, load_ranks, one_run, run_ranks, start_ranks
+from ddp_runs import (
+    GIVING_UP,
+    QUICK,
+    RANKS,
+    SHARDED,
+    everything,
+    load_ranks,
+    one_run,
+    over_nccl,
+    run_ranks,
+    start_ranks,
+)
 from fault_table import SCENARIOS, Fault, check
 
 
@@ -50,6 +61,21 @@ def check_on_rank_one(name, ranks):
     first = with_recovery.events[0]
     assert first["ranks"] == ([1] if scenario.ranks else [])
     assert ranks[1][f"{name}/True"].events == with_recovery.events, "all ranks decide alike"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUICK)
+def test_fault_on_rank_one_over_nccl(name, made_once):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs")
+    ranks = load_ranks(made_once("nccl", lambda directory: run_ranks(directory, over_nccl, QUICK)))
+    clean, result = ranks[0][f"{name}/False"], ranks[0][f"{name}/True"]
+    assert result.error == "" and result.loss <= clean.loss * 1.02
+    assert equal_on_all(ranks, f"{name}/True"), "the ranks stay bitwise equal"
+    first = result.events[0]
+    assert (first["verdict"], first["layer"], first["role"]) == SCENARIOS[name].verdict
+    assert first["ranks"] == ([1] if SCENARIOS[name].ranks else [])
+    assert ranks[1][f"{name}/True"].events == result.events, "all ranks decide alike"
 
 
 @pytest.mark.parametrize("name", SHARDED)
