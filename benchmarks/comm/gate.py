@@ -5,8 +5,9 @@
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --kinds ddp fsdp2 --reference bf16 --steps 500
 
 The gate is that of ``examples/gpt/gate.py``. The reference is DDP with FP8 layers and plain communication, so that only
-communication differs, or, with ``--reference bf16``, DDP all in bf16; sigma is taken from it. A positive control, static scaling with scale 1, has to fail. Gradients
-are not clipped: of a model that is split partly, no norm is defined across its meshes.
+communication differs, or, with ``--reference bf16``, DDP all in bf16; sigma is taken from it. A positive control,
+static scaling with scale 1, has to fail. Gradients are not clipped: of a model that is split partly, no norm is defined
+across its meshes.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ def main() -> None:
         "",
         f"{ranks} ranks, {torch.cuda.get_device_name() if gpu else 'CPU, gloo'}; GPT example, width {settings.width}, "
         f"{settings.layers} blocks, {settings.steps} steps, {control[0].fp8_layers} layers in FP8 (delayed). "
-        f"Reference: DDP, {settings.reference} layers, plain communication; loss {noise.loss:.4f}, sigma {noise.sigma:.4f} of "
-        f"{noise.runs} runs.",
+        f"Reference: DDP, {settings.reference} layers, plain communication; loss {noise.loss:.4f}, "
+        f"sigma {noise.sigma:.4f} of {noise.runs} runs.",
         "",
         "| training | mean gap | spread | limit | spikes (reference) | gate |",
         "|---|---|---|---|---|---|",
@@ -191,8 +192,9 @@ def main() -> None:
         *summaries,
         "```",
         "",
-        f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds "
-        f"{' '.join(settings.kinds)} --reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}.",
+        f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds {' '.join(settings.kinds)} "
+        f"--reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, "
+        f"{datetime.now(timezone.utc):%Y-%m-%d}.",
         "",
     ]
     if dist.get_rank() == 0:
