@@ -29,7 +29,15 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_fp8 import AmaxMonitor, FP8HealthMonitor, FP8Precision, FP8Report, LayerSelection, SkipBatchRecovery
+from lightning_fp8 import (
+    AmaxMonitor,
+    FP8HealthMonitor,
+    FP8Precision,
+    FP8Report,
+    LayerSelection,
+    SkipBatchRecovery,
+    compile_options,
+)
 from lightning_fp8.tuning.decoder import SHAPES as GPU_SHAPES
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -54,7 +62,7 @@ class Task(pl.LightningModule):
         """After conversion, before the first step."""
         if self.compiled:
             for block in self.decoder.blocks:
-                block.compile(fullgraph=True)
+                block.compile(fullgraph=True, options=compile_options())
             self.compiled = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_fp8.callbacks import (
     SkipBatchException,
     SkipBatchRecovery,
 )
+from lightning_fp8.compiling import compile, compile_options
 from lightning_fp8.fsdp_precision import FP8FSDPPrecision
 from lightning_fp8.model import convert_model, revert_model, step
 from lightning_fp8.precision import FP8Precision
@@ -53,6 +54,8 @@ __all__ = [
     "SkipBatchRecovery",
     "StaticScaling",
     "TensorwiseScaling",
+    "compile",
+    "compile_options",
     "convert_model",
     "revert_model",
     "shard",

@@ -18,6 +18,7 @@ from lightning_fp8.backends import Backend, TransformerEngineBackend
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.compiling import module_arguments
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.model import convert_model
 from lightning_fp8.recipes import Recipe
@@ -72,7 +73,8 @@ def shard(
         blocks: names of the modules to shard one by one; by default the children of the largest ``ModuleList`` or
             ``Sequential`` that holds linear layers.
         activation_checkpointing: keep only each block's input, and compute the block again in backward.
-        compile: ``torch.compile`` each block; a mapping holds ``nn.Module.compile``'s options.
+        compile: compile each block, as :func:`lightning_fp8.compile` does; a mapping holds ``nn.Module.compile``'s
+            arguments.
         mp_policy: FSDP2's mixed precision; by default parameters are gathered in bf16, and gradients reduced in fp32.
         reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward.
         grad: ``"fp8"`` reduces gradients in FP8.
@@ -111,9 +113,9 @@ def shard(
             wrapped = checkpoint_wrapper(module.get_submodule(name), CheckpointImpl.NO_REENTRANT)
             module.set_submodule(name, wrapped)
     if compile is not False:
-        options = {} if compile is True else dict(compile)
+        arguments = module_arguments({} if compile is True else compile)
         for name in names:
-            module.get_submodule(name).compile(**options)
+            module.get_submodule(name).compile(**arguments)
     if data_mesh is None:
         return module
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

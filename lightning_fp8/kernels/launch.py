@@ -93,10 +93,10 @@ def in_graph(
 
     if registers is not None:
         raise ValueError("Inductor launches no kernel with a limit of registers.")
-    wrap_triton(_with_warps(kernel, warps))[(programs,)](*tensors, *sizes, *constants)
+    wrap_triton(with_warps(kernel, warps))[(programs,)](*tensors, *sizes, *constants)
 
 
 @functools.cache
-def _with_warps(kernel: Any, warps: int) -> Any:
+def with_warps(kernel: Any, warps: int) -> Any:
     """``kernel`` with this one configuration."""
     return triton.autotune([triton.Config({}, num_warps=warps)], key=[])(kernel)

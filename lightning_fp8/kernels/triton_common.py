@@ -126,6 +126,14 @@ def encode(values, scale, FP8: tl.constexpr):
 
 
 @triton.jit
+def tanh(value):
+    """Hyperbolic tangent in fp32: by its series where the difference of exponentials would lose digits."""
+    square = value * value
+    series = value * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
+    return tl.where(square < 0.01, series, 2.0 * tl.sigmoid(2.0 * value) - 1.0)
+
+
+@triton.jit
 def tile_position(program, row_tiles, column_tiles, group):
     """A program's tile. Programs walk through ``group`` rows of tiles at a time, down each column of the group."""
     width = group * column_tiles
@@ -136,10 +144,16 @@ def tile_position(program, row_tiles, column_tiles, group):
 
 
 @triton.jit
+def row_numbers(row, J: tl.constexpr, R: tl.constexpr):
+    """The rows of a tile's matrix ``J``, if ``row`` is the tile's first."""
+    return row + 4 * tl.arange(0, R) + J
+
+
+@triton.jit
 def _load_rows(
     x, stride, row, column, rows, columns, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    r = row + 4 * tl.arange(0, R) + J
+    r = row_numbers(row, J, R)
     c = column + tl.arange(0, C)
     pointers = x + (r.to(tl.int64) * stride)[:, None] + c[None, :]
     if EVEN:
@@ -169,7 +183,7 @@ def _cast_rows(
 ):  # fmt: skip
     """Writes the straight codes of every fourth row; returns the transposed ones, each at its place in its word."""
     if STRAIGHT:
-        r = row + 4 * tl.arange(0, R) + J
+        r = row_numbers(row, J, R)
         c = column + tl.arange(0, C)
         pointers = codes + (r.to(tl.int64) * columns)[:, None] + c[None, :]
         encoded = encode(values, scale, codes.dtype.element_ty)

@@ -43,6 +43,12 @@ SCRATCH_HEAD = 4
 _HEAD = tl.constexpr(SCRATCH_HEAD)
 
 
+@triton.jit
+def load_matrix(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """The tile of a matrix in memory: ``inputs`` are its pointer and the stride of its rows."""
+    return load_tile(inputs[0], inputs[1], row, column, rows, columns, R, C, EVEN)
+
+
 @triton.jit(do_not_specialize=["rows", "group"])
 def cast_stored(
     x, codes, codes_t, decode, decode_t, slot, rows, columns, stride, padded, group,
@@ -50,7 +56,24 @@ def cast_stored(
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tensorwise scales from the slot; one program a tile.
+    """Tensorwise scales from the slot; one program a tile."""
+    cast_stored_tile(
+        load_matrix, (x, stride), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
+        STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_stored_tile(
+    LOAD: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
+    STRAIGHT: tl.constexpr, RULE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``cast_stored`` does, wherever the values come from.
+
+    ``LOAD(inputs, row, column, rows, columns, R, C, EVEN)`` gives them like ``load_tile``. Programs go through
+    ``PIECES`` equal ranges of columns at once: pieces that are made from the same memory then find it in the cache.
 
     A scale that is unset must come from this tensor's own amax, which no program knows before all have finished. So all
     cast with scale 1, which is right for a tensor of zeros and for one that is not finite; the program that finishes
@@ -62,9 +85,11 @@ def cast_stored(
     row_tiles = tl.cdiv(padded, R)
     column_tiles = tl.cdiv(columns, C)
     row_tile, column_tile = tile_position(tl.program_id(0), row_tiles, column_tiles, group)
+    if PIECES > 1:
+        column_tile = column_tile % PIECES * (column_tiles // PIECES) + column_tile // PIECES
     row = row_tile * R
     column = column_tile * C
-    a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
+    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     scale = 1.0
     scale_t = 1.0
     unset = False
@@ -98,7 +123,7 @@ def cast_stored(
             while tile < tiles:
                 row = tile // column_tiles * R
                 column = tile % column_tiles * C
-                a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
+                a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
                 bits = tl.maximum(bits, amax_bits(magnitudes(a, b, c, d)))
                 tile += 1
             amax = float_of(bits)
@@ -112,7 +137,7 @@ def cast_stored(
                 while tile < tiles:
                     row = tile // column_tiles * R
                     column = tile % column_tiles * C
-                    a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
+                    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
                     cast_tile(
                         codes, codes_t, a, b, c, d, scale, scale, scale, scale, scale_t, row, column, padded, columns,
                         STRAIGHT, TRANSPOSED, R, C, EVEN,

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.compiling import compile_options
 from lightning_fp8.model import conversions, convert_model
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
@@ -189,8 +190,9 @@ def build_step(
 
 def compile_blocks(model: Decoder, mode: str | None = None) -> None:
     """Compile each block in place; equal blocks share one graph."""
+    options = compile_options(mode)
     for block in model.blocks:
-        block.compile(mode=mode, fullgraph=True)
+        block.compile(fullgraph=True, options=options)
 
 
 def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) -> float:

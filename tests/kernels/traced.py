@@ -22,7 +22,7 @@ from lightning_fp8.kernels import triton_cast
 from lightning_fp8.recipes import Cast
 
 
-def _written_by(kernel: Any, arguments: dict[str, Any]) -> list[str]:
+def written_by(kernel: Any, arguments: dict[str, Any]) -> list[str]:
     # torch 2.13 has the one, torch 2.11 the other.
     if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
         access = triton_kernel_wrap.identify_accessed_tensors(kernel, arguments, {})
@@ -36,7 +36,7 @@ def written(rows: int, straight: Cast | None, transposed: Cast | None, noted: bo
 
     def look(kernel, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
-        found.append([kernel.__name__, *sorted(_written_by(kernel, arguments))])
+        found.append([kernel.__name__, *sorted(written_by(kernel, arguments))])
         # Inductor writes the kernel and all that it calls into a module of their own: it must stand by itself.
         source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
         compile(source, kernel.__name__, "exec")

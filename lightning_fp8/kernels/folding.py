@@ -1,0 +1,185 @@
+"""A pass over Inductor's graphs: casts with stored scales compute the values they cast, instead of reading them.
+
+Inductor does not look into a Triton kernel that is not its own: between the elementwise operations before a cast and
+the cast itself it would write the values to memory, to be read again at once. Here the operations move into the cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from lightning_fp8.kernels import folded_source
+from lightning_fp8.kernels.folded_source import Piece
+from lightning_fp8.kernels.folded_values import (
+    Leaf,
+    Reader,
+    aten,
+    bytes_read,
+    in_order,
+    is_elementwise,
+    matrices,
+    see_through,
+    shape_of,
+)
+
+#: Matrices that a cast may read. Each takes registers.
+MOST_MATRICES = 8
+
+_FILES = ("folding.py", "folded_source.py", "folded_values.py", "launch.py", "triton_common.py", "triton_scalar.py")
+
+
+class FoldIntoCasts(CustomGraphPass):
+    """To be Inductor's ``post_grad_custom_pre_pass``; changes graphs in place.
+
+    A cast is folded where all that its input goes into are such casts, tiles divide it evenly, and no more bytes move
+    than before. What is folded: arithmetic, common activations, conversions, broadcast rows and columns, slices of
+    columns, and one concatenation of columns.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Fold what can be folded."""
+        casts = [cast for node in graph.nodes if (cast := StoredCast.of(node)) is not None]
+        while casts:
+            inside = leading_to(graph, casts)
+            for cast in casts:
+                cast.look(inside)
+            remaining = [cast for cast in casts if cast.is_worth_folding(casts)]
+            if len(remaining) == len(casts):
+                break
+            # What the others have to read is in memory after all, which may change what is best for these.
+            casts = remaining
+        if not casts:
+            return
+        for cast in casts:
+            cast.fold()
+        for node in reversed(list(graph.nodes)):
+            if node in inside and not node.users:
+                graph.erase_node(node)
+
+    def uuid(self) -> bytes:
+        """Identifies this pass and the kernels it writes, for caches of compiled graphs."""
+        here = Path(__file__).parent
+        return get_hash_for_files(tuple(str(here / name) for name in _FILES))
+
+
+class StoredCast:
+    """A node that launches ``triton_scalar.cast_stored``.
+
+    Attributes:
+        node: the node.
+        x: the matrix it casts.
+        root: what the matrix is but for views.
+        pieces: what it can compute, side by side; empty for nothing.
+    """
+
+    def __init__(self, node: fx.Node, x: fx.Node, tile_columns: int, warps: int) -> None:
+        self.node = node
+        self.x = x
+        self.root = x
+        self.pieces: list[Piece] = []
+        self._tile_columns = tile_columns
+        self._warps = warps
+
+    @staticmethod
+    def of(node: fx.Node) -> StoredCast | None:
+        """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
+        if node.target is not torch.ops.higher_order.triton_kernel_wrapper_functional:
+            return None
+        from lightning_fp8.kernels.triton_scalar import cast_stored
+
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+        if getattr(kernel, "fn", None) is not cast_stored:
+            return None
+        arguments: Mapping[str, Any] = {
+            **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"]),  # type: ignore[arg-type]
+            **node.kwargs["kwargs"],  # type: ignore[dict-item]
+        }
+        known = all(type(arguments[name]) is int for name in ("rows", "columns", "padded", "group"))
+        if not (known and arguments["EVEN"] and shape_of(arguments["x"])):
+            return None
+        return StoredCast(node, arguments["x"], arguments["C"], kernel.configs[0].num_warps)
+
+    def look(self, inside: AbstractSet[fx.Node]) -> None:
+        """Find ``root`` and ``pieces``; ``inside`` are the nodes that lead to casts to be folded and nowhere else."""
+        self.root, self.pieces = self.x, []
+        while self.root in inside:
+            source, _ = see_through(self.root)
+            if source is None or shape_of(source)[-1] != shape_of(self.root)[-1]:  # type: ignore[index]
+                break
+            self.root = source
+        if self.root not in inside:
+            return
+        reader = Reader(inside, self.x.meta["val"].device)
+        pieces = []
+        for part in _side_by_side(self.root):
+            shape, value = shape_of(part), reader.value(part)
+            if value is None or shape is None or shape[-1] % self._tile_columns or not matrices([value]):
+                return
+            pieces.append(Piece(value, shape[-1]))
+        self.pieces = pieces
+
+    def is_worth_folding(self, casts: Sequence[StoredCast]) -> bool:
+        """Whether there is something to compute, and reading for it costs no more than the matrix did."""
+        values = [piece.value for piece in self.pieces]
+        read = [value for value in in_order(values) if isinstance(value, Leaf)]
+        x = self.x.meta["val"]
+        if not read or (values == read[:1] and read[0].node.meta["val"].dtype == x.dtype):
+            return False
+        if len(matrices(values)) > MOST_MATRICES or any(_is_changed(leaf.node, self.node) for leaf in read):
+            return False
+        # Where several casts have the same input, each reads all that it is computed from.
+        times = sum(cast.root is self.root for cast in casts)
+        sources = bytes_read((piece.value, x.shape[0] * piece.columns) for piece in self.pieces)
+        return times * sources <= sources + (times + 1) * x.numel() * x.element_size()
+
+    def fold(self) -> None:
+        """Let the node launch a kernel that computes the pieces."""
+        from lightning_fp8.kernels.launch import with_warps
+
+        source = folded_source.write(self.pieces, self.x.meta["val"].dtype)
+        kernel = with_warps(getattr(folded_source.load(source.text), source.name), self._warps)
+        node = self.node
+        old: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
+        arguments: dict[str, Any] = {f"x{index}": read for index, read in enumerate(source.inputs)}
+        arguments |= {name: value for name, value in old.items() if name not in ("x", "stride")}
+        node.kwargs = {**node.kwargs, "kernel_idx": kernel_side_table.add_kernel(kernel), "kwargs": arguments}
+        # Inductor gives the kernel these very strides; the source relies on them.
+        values = fx.node.map_aggregate(node.kwargs, lambda a: a.meta["val"] if isinstance(a, fx.Node) else None)
+        node.meta["eager_input_vals"] = ((), values)
+
+
+def leading_to(graph: fx.Graph, casts: Sequence[StoredCast]) -> set[fx.Node]:
+    """The nodes that lead to the inputs of ``casts`` and nowhere else."""
+    input_of = {cast.node: cast.x for cast in casts}
+    inside: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        leads = is_elementwise(node) or node.target is aten.cat.default
+        if leads and node.users and all(user in inside or input_of.get(user) is node for user in node.users):
+            inside.add(node)
+    return inside
+
+
+def _side_by_side(root: fx.Node) -> Sequence[fx.Node]:
+    """The matrices whose columns, one after the other, are those of ``root``."""
+    if root.target is not aten.cat.default:
+        return [root]
+    parts: Sequence[fx.Node] = root.args[0]  # type: ignore[assignment]
+    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+    shape = shape_of(root)
+    return parts if shape is not None and dim in (-1, len(shape) - 1) else [root]
+
+
+def _is_changed(node: fx.Node, before: fx.Node) -> bool:
+    """Whether the memory of ``node`` is written before ``before`` runs."""
+    return any(
+        user < before and isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
+        for user in node.users
+    )

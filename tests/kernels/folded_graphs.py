@@ -1,0 +1,151 @@
+"""Graphs of FP8 layers, folded: run as ``python -m tests.kernels.folded_graphs`` by ``test_folding.py``.
+
+Traced on the CPU as for a GPU that is not there, forward and backward, up to where Inductor would take over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+from torch._inductor.decomposition import select_decomp_table
+from triton.backends.compiler import GPUTarget
+
+from lightning_fp8 import LayerSelection, convert_model, kernels
+from lightning_fp8.kernels.folding import FoldIntoCasts
+from lightning_fp8.tuning.decoder import Block, DecoderShape
+from tests.kernels.traced import written_by
+
+ROWS, WIDTH = 128, 256
+
+
+class _Traced(Exception):
+    """There is nothing to run the graphs on."""
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class SeparateProjections(nn.Module):
+    """As in many models: one norm for three layers, and a gate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v = linear(), linear(), linear()
+        self.gate, self.up, self.down = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = self.q(h) * self.k(h).sigmoid() + self.v(h)
+        return self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Wrapped(nn.Module):
+    """A layer whose input ``function`` makes; what else it returns leaves the graph."""
+
+    def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]], width: int = WIDTH) -> None:
+        super().__init__()
+        self.layer = linear(width)
+        self.function = function
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h, *others = self.function(x)
+        return self.layer(h), *others
+
+
+def fold(module: nn.Module, rows: int = ROWS, recipe: str = "delayed", dynamic: bool = False) -> list[list[str]]:
+    """The kernels of the casts in the forward and the backward graph, and what they read."""
+    model = nn.Sequential(module, nn.Linear(16, 16)).to(torch.bfloat16)  # The last layer is the head.
+    convert_model(model, recipe, layers=LayerSelection())
+    graphs: list[fx.GraphModule] = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        graphs.extend(min_cut_rematerialization_partition(*args, **kwargs))
+        return tuple(graphs)
+
+    def refuse(*args: Any) -> None:
+        raise _Traced
+
+    backend = aot_autograd(fw_compiler=lambda *_: refuse, decompositions=select_decomp_table(), partition_fn=partition)
+    x = torch.randn(2, rows // 2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    with contextlib.suppress(_Traced):
+        torch.compile(model[0], backend=backend, fullgraph=True, dynamic=dynamic)(x)
+    return [_fold(graph.graph) for graph in graphs]
+
+
+def _fold(graph: fx.Graph) -> list[str]:
+    before = _matrices(graph)
+    FoldIntoCasts()(graph)
+    graph.lint()
+    found = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_functional):
+        kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn
+        arguments = node.kwargs["kwargs"]
+        reads = [value for name, value in arguments.items() if name[0] == "x"]
+        found.append(f"{kernel.__name__} {len(reads)}")
+        if kernel.__name__.startswith("cast_stored_of"):
+            _check(node, kernel)
+    return [*found, f"{before - _matrices(graph)} matrices less"]
+
+
+def _check(node: fx.Node, kernel: Any) -> None:
+    """What Inductor needs of a node that was changed."""
+    arguments = {**node.kwargs["kwargs"], **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])}
+    values = {name: a.meta["val"] if isinstance(a, fx.Node) else a for name, a in arguments.items()}
+    assert set(values) == set(kernel.arg_names)
+    outputs = [n for n in ("codes", "codes_t", "decode", "decode_t", "slot") if values[n] is not None]
+    assert sorted(written_by(kernel, values)) == sorted(outputs), kernel.__name__
+    source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
+    compile(source, kernel.__name__, "exec")
+    # The strides that Inductor is held to are those that the source has been written for.
+    _, kept = node.meta["eager_input_vals"]
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            assert kept["kwargs"][name].stride() == value.stride()
+
+
+def _matrices(graph: fx.Graph) -> int:
+    """Elementwise results as large as a matrix."""
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "call_function"]
+    return sum(isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() > 1 for value in values)
+
+
+def main() -> None:
+    """Prints what was folded, as JSON."""
+    target = mock.Mock()
+    target.get_current_target.return_value = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(target)
+    shape = DecoderShape(WIDTH, 512, 1, 2, ROWS // 2, 4, 2, 1024)
+    cases: dict[str, tuple[Any, ...]] = {
+        "block": (Block(shape),),
+        "separate projections": (SeparateProjections(),),
+        "used elsewhere": (Wrapped(lambda x: (h := F.gelu(x), h)),),
+        "nothing before": (Wrapped(lambda x: (x,)),),
+        "a view before": (Wrapped(lambda x: (x.transpose(0, 1).reshape(x.shape),)),),
+        "ragged rows": (Wrapped(lambda x: (F.gelu(x),)), 200),
+        "ragged columns": (Wrapped(lambda x: (F.gelu(x[..., :192]),), 192),),
+        "ragged pieces": (Wrapped(lambda x: (torch.cat([x[..., :64].sin(), x[..., 64:]], -1),)),),
+        "dynamic": (Wrapped(lambda x: (F.gelu(x),)), ROWS, "delayed", True),
+        "scales from the data": (Wrapped(lambda x: (F.gelu(x),)), ROWS, "tensorwise"),
+    }
+    with mock.patch.object(kernels, "has_fast_casts", lambda device: True):
+        json.dump({name: fold(*case) for name, case in cases.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Elementwise operations folded into the casts that follow them, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_fp8
+from lightning_fp8.compiling import module_arguments
+
+ROOT = Path(__file__).parents[2]
+UNCHANGED = ["cast_stored 1", "cast_stored 1", "0 matrices less"], ["cast_stored 1", "0 matrices less"]
+FROM_DATA = ["amax_partials 1", "cast_from_amaxes 1"]
+
+
+def run(module: str, **environment: str) -> str:
+    """A process of its own: Triton's interpreter, and its device, are chosen once."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_computed_values_are_those_of_torch() -> None:
+    """Activations, norms, broadcasts, slices and concatenations in Triton's interpreter; an unset scale's path too."""
+    pytest.importorskip("triton")
+    assert "checked" in run("tests.kernels.folded", TRITON_INTERPRET="1")
+
+
+def test_graphs_keep_only_what_someone_else_reads() -> None:
+    """Which casts are folded and how many arrays each then reads; strides, writes and sources are checked there."""
+    pytest.importorskip("triton")
+    silu, gradient = "neg_exp_add_div_mul", "mul_sigmoid_sub_add"
+    plain = "cast_stored 1"  # A weight's, but where another reason is told.
+    found = json.loads(run("tests.kernels.folded_graphs"))
+    norm = "cast_stored_of_mul 3"
+    assert found.pop("block") == [
+        # The attention's output is nothing elementwise.
+        [norm, plain, plain, plain, norm, plain, f"cast_stored_of_{silu} 1", plain, "11 matrices less"],
+        # So is the gradient of the block's output; that of the attention's is added to another.
+        [plain, f"cast_stored_of_cat_{gradient}_neg_exp_div 2", plain, "cast_stored_of_cat 3", "14 matrices less"],
+    ]
+    forward, backward = found.pop("separate projections")
+    assert [kernel for kernel in forward if kernel != plain] == [
+        *[norm] * 3, *["cast_stored_of_sigmoid_mul_add 3"] * 2, f"cast_stored_of_{silu} 2", "19 matrices less",
+    ]  # fmt: skip
+    assert backward == [
+        plain, f"cast_stored_of_{silu} 2", f"cast_stored_of_{gradient} 3", "cast_stored_of_add 2",
+        "cast_stored_of_add_mul_sigmoid_sub 4", "cast_stored_of_add_sigmoid_mul 3", "30 matrices less",
+    ]  # fmt: skip
+    assert found.pop("scales from the data") == [
+        [*FROM_DATA, *FROM_DATA, "0 matrices less"], [*FROM_DATA, "0 matrices less"],
+    ]  # fmt: skip
+    assert set(found) == {
+        "used elsewhere", "nothing before", "a view before",
+        "ragged rows", "ragged columns", "ragged pieces", "dynamic",
+    }  # fmt: skip
+    for name, graphs in found.items():
+        assert graphs == [*UNCHANGED], name
+
+
+def test_options_are_those_of_the_mode_and_one_pass() -> None:
+    plain, graphs = lightning_fp8.compile_options(), lightning_fp8.compile_options("reduce-overhead")
+    (name, folding), *others = plain.items()
+    assert not others and graphs == {"triton.cudagraphs": True, name: folding}
+    # The compiler compares options by value: blocks that were compiled one after the other share their graphs.
+    assert lightning_fp8.compile_options()[name] is folding
+    assert lightning_fp8.compile_options(options={"max_autotune": True})["max_autotune"] is True
+    with pytest.raises(ValueError, match="post_grad_custom_post_pass"):
+        lightning_fp8.compile_options(options={name: folding})
+    assert isinstance(folding.uuid(), bytes) and folding.uuid() == folding.uuid()
+
+
+def test_module_arguments_leave_other_compilers_alone() -> None:
+    assert module_arguments({"backend": "aot_eager", "mode": None}) == {"backend": "aot_eager", "mode": None}
+    arguments = module_arguments({"mode": "reduce-overhead", "fullgraph": True})
+    assert arguments == {"fullgraph": True, "options": lightning_fp8.compile_options("reduce-overhead")}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def test_both_graphs_of_an_inductor_model_go_through_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU there is nothing to fold, and nothing is compiled twice."""
+    folding = lightning_fp8.compile_options()["post_grad_custom_pre_pass"]
+    seen: list[int] = []
+    original = type(folding).__call__
+    monkeypatch.setattr(type(folding), "__call__", lambda self, g: (seen.append(len(g.nodes)), original(self, g))[1])
+    torch._dynamo.reset()
+    layers = [Layer(), Layer()]
+    for layer in layers:
+        layer.compile(fullgraph=True, options=lightning_fp8.compile_options())
+    x = torch.randn(4, 16, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True), torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in layers:
+            layer(x).sum().backward()
+        lightning_fp8.compile(lambda y: y.relu() + 1, fullgraph=True)(x.detach())
+    assert len(seen) == 3, "forward and backward of the layers, and the function"
