@@ -7,7 +7,6 @@ within a kernel.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -108,9 +107,8 @@ def write(pieces: Sequence[Piece], dtype: torch.dtype) -> Source:
     return Source(name, text, inputs)
 
 
-@functools.cache
 def load(text: str) -> ModuleType:
-    """The module with this source; what Triton compiles must lie in a file."""
+    """The module with this source, which is the same for the same source; what Triton compiles must lie in a file."""
     from torch._inductor.codecache import PyCodeCache
 
     return PyCodeCache.load(text)
@@ -140,10 +138,10 @@ def _rows(index: int, value: Value, inputs: tuple[fx.Node, ...], dtype: torch.dt
 
 def _load(leaf: Leaf, pointer: str) -> str:
     """A matrix, a row, a column, or a single value, in fp32."""
-    rows = f"r * {leaf.row_stride}"
-    columns = f"c + {leaf.offset}" if leaf.offset else "c"
+    rows = f"(r * {leaf.row_stride})" if leaf.row_stride != 1 else "r"
+    columns = f"(c + {leaf.offset})" if leaf.offset else "c"
     if leaf.is_matrix:
-        return f"tl.load({pointer} + ({rows})[:, None] + ({columns})[None, :]).to(tl.float32)"
+        return f"tl.load({pointer} + {rows}[:, None] + {columns}[None, :]).to(tl.float32)"
     if leaf.row_stride:
         return f"tl.load({pointer} + {rows}).to(tl.float32)[:, None]"
     return (

@@ -184,8 +184,8 @@ class Reader:
     def _computed(self, node: fx.Node, offset: int, shape: tuple[int, ...], depth: int) -> Value | None:
         if node.op != "call_function":
             return None
-        if node.target is aten.full.default:
-            return _number(node.args[1])
+        if node.target in (aten.full.default, aten.scalar_tensor.default):
+            return _number(node.args[-1])
         source, first = see_through(node)
         if source is not None:
             return self.value(source, offset + first, depth + 1)
