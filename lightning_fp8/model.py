@@ -204,12 +204,13 @@ def convert_model(
             log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
             revert_model(model)
         verdict = Chosen(selection.decide(model, recipe), "")
+        _refuse_sharded(model, [decision.name for decision in verdict.decisions if decision.converted])
         if layers == "auto" and chosen is not None:
             verdict = choose_saved(verdict.decisions, chosen)
         elif layers == "auto":
             verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, choice.support, where, tokens)
         names = [decision.name for decision in verdict.decisions if decision.converted]
-        _check_weights(model, names)
+        _warn_of_nonfinite(model, names)
         if not names:
             first = verdict.decisions[:5]
             reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
@@ -302,17 +303,21 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_weights(model: nn.Module, names: list[str]) -> None:
-    """Look at the weights before they are used: sharded ones are refused, non-finite ones warned of."""
+def _refuse_sharded(model: nn.Module, names: list[str]) -> None:
     layers = linear_layers(model)
     for name in names:
-        weight = layers[name].weight
-        if isinstance(weight, DTensor):
+        if isinstance(layers[name].weight, DTensor):
             raise ValueError(
                 f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model. "
                 "self.trainer.precision_plugin.shard(self, self.device_mesh) does both in the right order, "
                 "self.trainer.precision_plugin.convert(self) the first alone; without a Trainer lightning_fp8.shard."
             )
+
+
+def _warn_of_nonfinite(model: nn.Module, names: list[str]) -> None:
+    layers = linear_layers(model)
+    for name in names:
+        weight = layers[name].weight
         if is_lazy(weight) or weight.is_meta:
             continue
         if not weight.detach().isfinite().all():

@@ -151,6 +151,8 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return
+    if not amax.numel():  # The table of a model without FP8 layers is on the CPU, where NCCL does not reach.
+        return
     message = torch.where(amax.isnan(), torch.inf, amax).contiguous()
     dist.all_reduce(message, dist.ReduceOp.MAX, group)
     amax.copy_(message)

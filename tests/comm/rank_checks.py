@@ -39,7 +39,7 @@ def run_checks(
     ``folder`` is where checks find what other spawns left (:func:`folder`).
 
     A rank that raises may leave the others waiting in a collective; the group's timeout turns that into a failure too.
-    After any but a failed assertion the group's state is unknown, so the checks that follow fail as "not run".
+    Where ranks failed otherwise than alike the group's state is unknown: the checks that follow fail as "not run".
     """
     # Forked from a server that has imported torch, once for all world sizes: importing takes longer than the checks.
     context = mp.get_context("forkserver")
@@ -97,13 +97,14 @@ def _work(
             results[name], outcome = "", "passed"
         except BaseException as error:
             results[name] = traceback.format_exc()
-            outcome = "failed" if isinstance(error, AssertionError) else "raised"
+            outcome = type(error).__name__
         store.set(f"{name}/{rank}", outcome)
         try:
             outcomes = [store.get(f"{name}/{other}") for other in range(world_size)]
         except dist.DistError:
             break
-        if b"raised" in outcomes:
+        # Where all ranks failed alike, or a check compared in vain, nobody waits in a collective.
+        if len(set(outcomes)) > 1 and set(outcomes) - {b"passed", b"AssertionError", b"Failed"}:
             break
     store.set(f"bye/{rank}", "")
     if rank == 0:  # The store is this process's.
@@ -126,7 +127,7 @@ def folder() -> Path:
 
 def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Whether all ranks hold the same bits."""
-    mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    mine = tensor.detach().to(device()).contiguous().view(-1).view(torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return all(torch.equal(other, mine) for other in everyone)

@@ -106,7 +106,7 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
         n.replace("_checkpoint_wrapped_module.", "") for n in right
     ]
     for (name, x), y in zip(left.items(), right.values(), strict=True):
-        assert torch.equal(x, y), name
+        assert torch.equal(x.cpu(), y.cpu()), name
 
 
 def statistics(model: nn.Module) -> Tensor:

@@ -120,7 +120,7 @@ def model_parallel(tensor: int = 1) -> ModelParallelStrategy:
 
 def mean_losses(model: Module) -> list[float]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, torch.stack(model.losses))
+    dist.all_gather_object(everyone, torch.stack(model.losses).cpu())
     return torch.stack(everyone).mean(0).tolist()
 
 
@@ -153,6 +153,13 @@ def a_link_too_fast_for_fp8_changes_nothing(rank: int, world: int) -> None:
         assert "FP8 is off" in communication.summary() and "min_numel=0 forces it" in communication.summary()
         assert torch.equal(torch.stack(plain.losses), torch.stack(off.losses))
         assert communication.grad_traffic.calls == communication.param_traffic.calls == 0
+
+
+def a_model_without_fp8_layers_trains(rank: int, world: int) -> None:
+    model = Module()
+    with pytest.warns(UserWarning, match="No layer of Module runs in FP8"):
+        fit(model, ddp(), plugin=FP8Precision(layers=LayerSelection(exclude=["*"])))
+    assert len(model.losses) == 4 and torch.stack(model.losses).isfinite().all()
 
 
 def error_feedback_resumes(rank: int, world: int) -> None:
@@ -317,6 +324,7 @@ warnings.simplefilter("ignore")
 CHECKS = [
     ddp_really_sends_fp8,
     a_link_too_fast_for_fp8_changes_nothing,
+    a_model_without_fp8_layers_trains,
     error_feedback_resumes,
     skipped_steps_drop_residuals,
     fsdp1_trains_in_fp8,

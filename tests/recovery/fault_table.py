@@ -16,7 +16,7 @@ from recovery_models import fit, make_loader, test_loss
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import DelayedScaling, FP8Precision
+from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 
@@ -171,7 +171,7 @@ def run(
     settings = {
         "max_steps": STEPS,
         "num_sanity_val_steps": 0,
-        "plugins": [FP8Precision(scenario.fp8)] if scenario.fp8 else [],
+        "plugins": [FP8Precision(scenario.fp8, layers=LayerSelection())] if scenario.fp8 else [],
     }
     if devices > 1:
         environment = LightningEnvironment()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8HealthMonitor, FP8Precision, LayerSelection, SkipBatchRecovery
 
@@ -33,6 +33,19 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
 
 
+class OnDevice:
+    """Batches that are on the device already: copying them would be a wait that is not recovery's."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.data.split(8))
+
+
 class NoWaiting(pl.Callback):
     """Waiting for the device is an error from the fourth step to the last but one."""
 
@@ -53,19 +66,18 @@ class NoWaiting(pl.Callback):
 def test_no_step_waits_for_the_device(kind: str, health: bool, tmp_path: Any) -> None:
     torch.manual_seed(0)
     data = torch.randn(8 * STEPS, WIDTH) if kind == "numbers" else torch.randint(16, (8 * STEPS, 4))
-    batches = [batch.cuda() for batch in DataLoader(data, batch_size=8)]
     recovery = SkipBatchRecovery(log=None)
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
         max_steps=STEPS,
         plugins=[FP8Precision(layers=LayerSelection())],
-        callbacks=[NoWaiting(), recovery, *([FP8HealthMonitor("recover")] if health else [])],
+        callbacks=[NoWaiting(), *([FP8HealthMonitor("recover")] if health else []), recovery],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    trainer.fit(Net(), batches)
+    trainer.fit(Net(), OnDevice(data.cuda()))
     assert trainer.global_step == STEPS
