@@ -296,7 +296,7 @@ def clear_tags(messages: Tensor) -> None:
 
 
 def _tags(messages: Tensor) -> Tensor:
-    return messages[:, -_TAG_BYTES:].view(torch.int32)[:, 0]
+    return messages.view(torch.int32)[:, -1]  # Fewer operations than a slice of the bytes.
 
 
 def _aligned(size: int) -> int:

@@ -210,7 +210,7 @@ class FP8Collectives:
 
         received = _empty_messages(ranks, messages.shape[1], flat)
         byte_sizes = [messages.shape[1]] * ranks
-        yield self._exchange(received, messages, byte_sizes, byte_sizes)
+        yield self._exchange(received, messages, byte_sizes, byte_sizes, even=True)
         self._verify(received, chunk, codec)
         if lost is None:
             message = codec.reduce_encode(received, chunk, factor, own, self.rank, self._next_seed(stage=1))
@@ -244,7 +244,8 @@ class FP8Collectives:
         codec = self._codec(input.numel())
         messages, byte_sizes = self._encode_chunks(input, sizes, [codec] * len(sizes))
         received = _empty_messages(self.world_size, codec.message_bytes(output.numel()), input)
-        yield self._exchange(received, messages, [received.shape[1]] * len(sizes), byte_sizes)
+        incoming_bytes = [received.shape[1]] * len(sizes)
+        yield self._exchange(received, messages, incoming_bytes, byte_sizes, even=len(set(sizes)) == 1)
         self._verify(received, output.numel(), codec)
         own = input.split(sizes)[self.rank]
         codec.reduce(received, output.numel(), output, factor, own, self.rank)
@@ -276,7 +277,7 @@ class FP8Collectives:
         rows = [row[None] for row in received.split(incoming_bytes)]
         for row in rows:
             clear_tags(row)
-        yield self._exchange(received, messages, incoming_bytes, byte_sizes)
+        yield self._exchange(received, messages, incoming_bytes, byte_sizes, even=False)
         for row, values in zip(rows, output.split(incoming), strict=True):
             codec = self._codec(values.numel())
             self._verify(row, values.numel(), codec)
@@ -303,11 +304,14 @@ class FP8Collectives:
         return values
 
     def _exchange(
-        self, received: Tensor, messages: Tensor, incoming_bytes: list[int], outgoing_bytes: list[int]
+        self, received: Tensor, messages: Tensor, incoming_bytes: list[int], outgoing_bytes: list[int], even: bool
     ) -> Waitable:
+        """Begin to send each rank its message; ``even``: all messages between all ranks are equally long."""
         received, messages = received.view(-1), messages.view(-1)
         if messages.device.type == "cpu":
             return self._swap(received.split(incoming_bytes), messages.split(outgoing_bytes))
+        if even:  # Without sizes the backend has less to look at.
+            return dist.all_to_all_single(received, messages, group=self.group, async_op=True)
         return dist.all_to_all_single(
             received, messages, incoming_bytes, outgoing_bytes, group=self.group, async_op=True
         )

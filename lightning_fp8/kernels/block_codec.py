@@ -9,6 +9,7 @@ The layout of a message is described in :mod:`lightning_fp8.comm.codec`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, MIN_SCALE, Format
+from lightning_fp8.kernels.launch import at_once, by_triton
 
-_TILE = 2048  # values per program; each thread of 4 warps loads 16
+_TILE, _WARPS = 2048, 4  # values per program, of which each thread loads 16
 
 
 @triton.jit
@@ -184,7 +186,7 @@ def _decode_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    messages, out, own, own_row, own_numel, factor, numel, blocks, tag, message_bytes,
+    out, own, messages, own_row, own_numel, factor, numel, blocks, tag, message_bytes,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +200,7 @@ def _reduce_kernel(
 
 @triton.jit
 def _reduce_encode_kernel(
-    messages, message, own, own_row, own_numel, factor, row_numel, blocks, tag, message_bytes, seed,
+    own, message, messages, own_row, own_numel, factor, row_numel, blocks, tag, message_bytes, seed,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     FORMAT_MAX: tl.constexpr, AMAX_TARGET: tl.constexpr, MIN_SCALE: tl.constexpr, MAX_SCALE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -234,22 +236,29 @@ def encode(
     """
     if len(messages) == 0:
         return
-    _encode_kernel[_grid(row_numel, block, len(messages))](
-        x, messages, x.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1], seed or 0,
-        FORMAT_MAX=fmt.max, AMAX_TARGET=amax_target, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE,
-        STOCHASTIC=seed is not None,
-        **_options(x, block, fmt, native),
-    )  # fmt: skip
+    _launch(
+        _encode_kernel,
+        _grid(row_numel, block, len(messages)),
+        (x, messages),
+        (x.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
+        seed,
+        (block, _TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE, *_codes(x, fmt, native)),
+    )
 
 
 def decode(
     messages: Tensor, out: Tensor, row_numel: int, block: int, fmt: Format, tag: int, native: bool | None = None
 ) -> None:
     """Decode all rows of ``messages`` into flat ``out`` (any floating dtype)."""
-    _decode_kernel[_grid(row_numel, block, len(messages))](
-        messages, out, out.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1],
-        **_options(messages, block, fmt, native),
-    )  # fmt: skip
+    at_once(
+        _decode_kernel,
+        _grid(row_numel, block, len(messages)),
+        (messages, out),
+        (out.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
+        (block, _TILE // block, *_codes(messages, fmt, native)),
+        _WARPS,
+        fuse_products=False,
+    )
 
 
 def reduce(
@@ -268,11 +277,16 @@ def reduce(
 
     ``own``, flat and of any floating dtype, takes the place of row ``own_row``.
     """
-    _reduce_kernel[_grid(row_numel, block, 1)](
-        messages, out, *_own(messages, own, own_row), factor, out.numel(),
-        -(-row_numel // block), tag, messages.shape[1],
-        RANKS=len(messages), **_options(messages, block, fmt, native),
-    )  # fmt: skip
+    own, own_row, own_numel = _own(messages, own, own_row)
+    at_once(
+        _reduce_kernel,
+        _grid(row_numel, block, 1),
+        (out, own, messages),
+        (own_row, own_numel, factor, out.numel(), -(-row_numel // block), tag, messages.shape[1]),
+        (len(messages), block, _TILE // block, *_codes(messages, fmt, native)),
+        _WARPS,
+        fuse_products=False,
+    )
 
 
 def reduce_encode(
@@ -290,13 +304,31 @@ def reduce_encode(
     native: bool | None = None,
 ) -> None:
     """Encode ``factor`` times the sum of the rows into ``message``, uint8 ``[1, message bytes]``. ``own`` as above."""
-    _reduce_encode_kernel[_grid(row_numel, block, 1)](
-        messages, message, *_own(messages, own, own_row), factor, row_numel,
-        -(-row_numel // block), tag, messages.shape[1], seed or 0,
-        FORMAT_MAX=fmt.max, AMAX_TARGET=amax_target, MIN_SCALE=MIN_SCALE, MAX_SCALE=MAX_SCALE,
-        STOCHASTIC=seed is not None,
-        RANKS=len(messages), **_options(messages, block, fmt, native),
+    own, own_row, own_numel = _own(messages, own, own_row)
+    _launch(
+        _reduce_encode_kernel,
+        _grid(row_numel, block, 1),
+        (own, message, messages),
+        (own_row, own_numel, factor, row_numel, -(-row_numel // block), tag, messages.shape[1]),
+        seed,
+        (
+            len(messages), block, _TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE,
+            *_codes(messages, fmt, native),
+        ),
     )  # fmt: skip
+
+
+def _launch(
+    kernel: Any,
+    programs: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int | float, ...],
+    seed: int | None,
+    constants: tuple[Any, ...],
+) -> None:
+    """Launch a kernel that encodes: its last size is the seed, and its last constant whether there is one."""
+    launch = at_once if seed is None else by_triton  # A seed is another one at every call.
+    launch(kernel, programs, tensors, (*sizes, seed or 0), (*constants, seed is not None), _WARPS, fuse_products=False)
 
 
 def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, int, int]:
@@ -306,17 +338,15 @@ def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, in
 
 def _grid(row_numel: int, block: int, rows: int) -> tuple[int, int]:
     # At least one program a row: it also writes the tag.
-    return max(1, triton.cdiv(row_numel, _TILE)), rows
+    return max(1, -(-row_numel // _TILE)), rows
 
 
-def _options(tensor: Tensor, block: int, fmt: Format, native: bool | None) -> dict[str, Any]:
-    if native is None:
-        native = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
-    return {
-        "BLOCK": block,
-        "TILE_BLOCKS": _TILE // block,
-        "MANTISSA_BITS": fmt.mantissa_bits,
-        "BIAS": fmt.bias,
-        "NATIVE": native,
-        "enable_fp_fusion": False,
-    }
+def _codes(tensor: Tensor, fmt: Format, native: bool | None) -> tuple[int, int, bool]:
+    """``MANTISSA_BITS``, ``BIAS`` and ``NATIVE``."""
+    return fmt.mantissa_bits, fmt.bias, has_fp8_conversions(tensor.device) if native is None else native
+
+
+@functools.cache
+def has_fp8_conversions(device: torch.device) -> bool:
+    """Whether the GPU converts to and from FP8 itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

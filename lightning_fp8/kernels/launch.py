@@ -37,12 +37,13 @@ _DIRECT = (3, 3) <= tuple(int(part) for part in triton.__version__.split(".")[:2
 
 def at_once(
     kernel: Any,
-    programs: int,
+    programs: int | tuple[int, int],
     tensors: tuple[Tensor | None, ...],
-    sizes: tuple[int, ...],
+    sizes: tuple[int | float, ...],
     constants: tuple[Any, ...],
     warps: int,
     registers: int | None = None,
+    fuse_products: bool = True,
 ) -> None:
     """Launch on the current stream.
 
@@ -50,18 +51,29 @@ def at_once(
     argument anew. Here the dtypes of the first two tensors, the sizes and the constants stand for all of them: the
     constants tell which tensors are left out and what is written. Tensors that are not
     aligned go Triton's way.
+
+    Args:
+        kernel: takes the tensors, the sizes and the constants, in this order.
+        programs: how many, in one dimension or two.
+        tensors: those after the second have always the same dtype.
+        sizes: numbers; a launch with others than before goes Triton's way once.
+        constants: the kernel's.
+        warps: a program's.
+        registers: the most a thread may use.
+        fuse_products: whether a product and the sum it goes into may be rounded once.
     """
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     x: Any = tensors[0]
     device = x.get_device()
     first = tensors[1]
-    key = (id(kernel), device, x.dtype, None if first is None else first.dtype, sizes, constants, warps, registers)
+    dtypes = x.dtype, None if first is None else first.dtype
+    key = (id(kernel), device, dtypes, sizes, constants, warps, registers, fuse_products)
     found = _compiled.get(key)
     alignment = 0
     for pointer in pointers:
         alignment |= pointer or 0
     if found is None or alignment % 16:
-        compiled = kernel[(programs,)](*tensors, *sizes, *constants, num_warps=warps, maxnreg=registers)
+        compiled = by_triton(kernel, programs, tensors, sizes, constants, warps, registers, fuse_products)
         # Triton's interpreter has nothing to compile.
         if _DIRECT and compiled is not None and not alignment % 16:
             if len(_compiled) >= _MOST_COMPILED:
@@ -70,9 +82,33 @@ def at_once(
         return
     run, function, metadata, current_stream = found
     run(
-        programs, 1, 1, current_stream(device), function, metadata, None, None, None,
+        *_grid(programs), 1, current_stream(device), function, metadata, None, None, None,
         *pointers, *sizes, *constants,
     )  # fmt: skip
+
+
+def by_triton(
+    kernel: Any,
+    programs: int | tuple[int, int],
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int | float, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+    registers: int | None = None,
+    fuse_products: bool = True,
+) -> Any:
+    """As :func:`at_once`, in Triton's own way: for sizes that are others at every call.
+
+    Returns:
+        The compiled kernel; ``None`` in Triton's interpreter.
+    """
+    return kernel[_grid(programs)](
+        *tensors, *sizes, *constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=fuse_products
+    )
+
+
+def _grid(programs: int | tuple[int, int]) -> tuple[int, int]:
+    return (programs, 1) if isinstance(programs, int) else programs
 
 
 def in_graph(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_fp8.formats import Format
-from lightning_fp8.kernels.block_codec import _uncast
+from lightning_fp8.kernels.block_codec import _uncast, has_fp8_conversions
+from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.statistics import SCALE
 
-_TILE = 2048  # values per program; each thread of 4 warps loads 16
+_TILE, _WARPS = 2048, 4  # values per program, of which each thread loads 16
 
 
 @triton.jit
@@ -40,9 +40,13 @@ def decode(messages: Tensor, out: Tensor, slot: Tensor, fmt: Format, native: boo
         native: use the GPU's FP8 conversion; by default where it has one.
     """
     if native is None:
-        native = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (8, 9)
+        native = has_fp8_conversions(out.device)
     rows, columns = out.shape
-    _decode_kernel[(triton.cdiv(columns, _TILE), rows)](
-        messages, out, slot, columns, messages.stride(0), out.stride(0),
-        SCALE, _TILE, fmt.mantissa_bits, fmt.bias, native,
-    )  # fmt: skip
+    at_once(
+        _decode_kernel,
+        (-(-columns // _TILE), rows),
+        (messages, out, slot),
+        (columns, messages.stride(0), out.stride(0)),
+        (SCALE, _TILE, fmt.mantissa_bits, fmt.bias, native),
+        _WARPS,
+    )

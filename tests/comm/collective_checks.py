@@ -177,9 +177,10 @@ def every_byte_is_counted(rank: int, world: int) -> None:
             count(operation.tensor, operation.op is dist.isend)
         return send_and_receive(operations)
 
-    def counting_exchange(received, messages, incoming, outgoing, **options):
-        count(messages[: sum(outgoing) - outgoing[rank]], 1)
-        return exchange(received, messages, incoming, outgoing, **options)
+    def counting_exchange(received, messages, *sizes, **options):
+        own = sizes[1][rank] if sizes else messages.numel() // world
+        count(messages[own:], 1)
+        return exchange(received, messages, *sizes, **options)
 
     def counting_gather(messages, message, **options):
         count(message, world - 1)

@@ -54,17 +54,44 @@ class SeparateProjections(nn.Module):
         return self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Wrapped(nn.Module):
-    """A layer whose input ``function`` makes; what else it returns leaves the graph."""
+class Inputs(nn.Module):
+    """Layers whose inputs ``functions`` make; what else these return leaves the graph."""
 
-    def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]], width: int = WIDTH) -> None:
+    def __init__(self, *functions: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         super().__init__()
-        self.layer = linear(width)
-        self.function = function
+        self.layers = nn.ModuleList(linear(function(torch.empty(1, 1, WIDTH))[0].shape[-1]) for function in functions)
+        self.functions = functions
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        h, *others = self.function(x)
-        return self.layer(h), *others
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for layer, function in zip(self.layers, self.functions, strict=True):
+            h, *others = function(x)
+            found += [layer(h), *others]
+        return found
+
+
+def gelu(x: Tensor) -> tuple[Tensor]:
+    return (F.gelu(x),)
+
+
+def used_elsewhere(x: Tensor) -> tuple[Tensor, Tensor]:
+    return (h := F.relu(x)), h
+
+
+def nothing_before(x: Tensor) -> tuple[Tensor]:
+    return (x,)
+
+
+def a_view_before(x: Tensor) -> tuple[Tensor]:
+    return (x.transpose(0, 1).reshape(x.shape),)
+
+
+def ragged_columns(x: Tensor) -> tuple[Tensor]:
+    return gelu(x[..., :192])
+
+
+def ragged_pieces(x: Tensor) -> tuple[Tensor]:
+    return (torch.cat([x[..., :64].tanh(), x[..., 64:]], -1),)
 
 
 def fold(module: nn.Module, rows: int = ROWS, recipe: str = "delayed", dynamic: bool = False) -> list[list[str]]:
@@ -134,14 +161,10 @@ def main() -> None:
     cases: dict[str, tuple[Any, ...]] = {
         "block": (Block(shape),),
         "separate projections": (SeparateProjections(),),
-        "used elsewhere": (Wrapped(lambda x: (h := F.gelu(x), h)),),
-        "nothing before": (Wrapped(lambda x: (x,)),),
-        "a view before": (Wrapped(lambda x: (x.transpose(0, 1).reshape(x.shape),)),),
-        "ragged rows": (Wrapped(lambda x: (F.gelu(x),)), 200),
-        "ragged columns": (Wrapped(lambda x: (F.gelu(x[..., :192]),), 192),),
-        "ragged pieces": (Wrapped(lambda x: (torch.cat([x[..., :64].sin(), x[..., 64:]], -1),)),),
-        "dynamic": (Wrapped(lambda x: (F.gelu(x),)), ROWS, "delayed", True),
-        "scales from the data": (Wrapped(lambda x: (F.gelu(x),)), ROWS, "tensorwise"),
+        "nothing to fold": (Inputs(used_elsewhere, nothing_before, a_view_before, ragged_columns, ragged_pieces),),
+        "ragged rows": (Inputs(gelu), 200),
+        "dynamic": (Inputs(gelu), ROWS, "delayed", True),
+        "scales from the data": (Inputs(gelu), ROWS, "tensorwise"),
     }
     with mock.patch.object(kernels, "has_fast_casts", lambda device: True):
         json.dump({name: fold(*case) for name, case in cases.items()}, sys.stdout)
