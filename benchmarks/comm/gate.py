@@ -120,6 +120,9 @@ def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precisio
     layers = sum(len(part.converted) for part in plugin.conversions) if plugin is not None else 0
     losses = torch.stack(recorder.training).tolist()
     result = Run(seed, recorder.validations, count_spikes(losses), layers)
+    if dist.get_rank() == 0:
+        name = next(name for name, other in {**KINDS, "plain": REFERENCE}.items() if other == kind)
+        print(f"{name}, {layers} FP8 layers, seed {seed}: loss {result.final:.4f}", flush=True)
     return result, communication.summary() if communication else ""
 
 
