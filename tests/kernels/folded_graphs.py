@@ -124,7 +124,10 @@ def _fold(graph: fx.Graph) -> list[str]:
         kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn
         arguments = node.kwargs["kwargs"]
         reads = [value for name, value in arguments.items() if name[0] == "x"]
-        found.append(f"{kernel.__name__} {len(reads)}")
+        # Which operations there are depends on torch's decompositions.
+        name, folded, operations = kernel.__name__.partition("_of_")
+        name = f"{name} of {'columns' if operations.startswith('cat') else 'values'}" if folded else name
+        found.append(f"{name} {len(reads)}")
         if kernel.__name__.startswith("cast_stored_of"):
             _check(node, kernel)
     return [*found, f"{before - _matrices(graph)} matrices less"]

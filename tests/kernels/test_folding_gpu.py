@@ -14,7 +14,7 @@ from lightning_fp8 import LayerSelection, convert_model, ops
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source
 from lightning_fp8.recipes import Cast
-from lightning_fp8.statistics import AMAX
+from lightning_fp8.statistics import SCALE
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
@@ -112,13 +112,13 @@ def losses(compile: Callable[[nn.Module], None], steps: int = 6) -> tuple[list[f
     y = torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16)
     found = []
     for _ in range(steps):
-        lightning_fp8.step(model)
         torch.compiler.cudagraph_mark_step_begin()
         loss = F.mse_loss(model(x).float(), y.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         x.grad = None
+        lightning_fp8.step(model)
         found.append(float(loss.detach()))
     return found, model
 
@@ -139,7 +139,7 @@ def test_blocks_train_as_without_folding(mode: str | None, sources: list[str]) -
         assert far < 2e-2, f"{name}: {far:.4f}"
     tables = [next(m for m in side.modules() if hasattr(m, "fp8")).fp8.slots for side in (model, plain_model)]
     for slot, expected in zip(*tables, strict=True):
-        torch.testing.assert_close(slot[AMAX], expected[AMAX], rtol=0.05, atol=1e-6)
+        torch.testing.assert_close(slot[SCALE], expected[SCALE], rtol=0.1, atol=0)
 
 
 def test_graphs_from_the_disk_are_folded_too(tmp_path, monkeypatch: pytest.MonkeyPatch, sources: list[str]) -> None:
