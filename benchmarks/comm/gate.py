@@ -1,20 +1,24 @@
 """Does FP8 on the wire cost accuracy? The GPT example under every strategy, against the same training without it.
 
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --output docs/benchmarks/comm-gate.md
-    torchrun --nproc-per-node=4 benchmarks/comm/gate.py --kinds fsdp2_tp tp --output docs/benchmarks/comm-gate-4.md
+    torchrun --nproc-per-node=4 benchmarks/comm/gate.py --kinds fsdp2_tp --output docs/benchmarks/comm-gate-4.md
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --kinds ddp fsdp2 --reference bf16 --steps 500
 
 The gate is that of ``examples/gpt/gate.py``. The reference is DDP with FP8 layers and plain communication, so that only
 communication differs, or, with ``--reference bf16``, DDP all in bf16; sigma is taken from it. A positive control,
-static scaling with scale 1, has to fail. Gradients are not clipped: of a model that is split partly, no norm is defined
-across its meshes.
+static scaling with scale 1, has to fail. Gradients are not clipped, for of a model that is split partly no norm is
+defined across its meshes; so the learning rate is lower than the example's.
+
+Runs are kept in ``--runs`` as they are done, and taken from there. With ``--train`` kinds are trained without a report,
+so that several processes can share the work.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 VALIDATIONS = 10
 BATCH = 16
+LEARNING_RATE = 2e-3
 
 
 class ShardedGPT(GPT):
@@ -66,21 +71,25 @@ class Kind:
         tensor_parallel: ranks that split a layer; 0 stands for all of them.
         communicates: whether FP8Communication is installed.
         least_ranks: ranks that it needs.
+        recipe: of the layers; ``None`` for bf16.
     """
 
-    model: type[GPT]
-    tensor_parallel: int
-    communicates: bool
+    model: type[GPT] = GPT
+    tensor_parallel: int = 1
+    communicates: bool = False
     least_ranks: int = 2
+    recipe: Any = "delayed"
 
 
-KINDS = {
-    "ddp": Kind(GPT, 1, True),
-    "fsdp2": Kind(ShardedGPT, 1, True),
-    "tp": Kind(SplitGPT, 0, False),
-    "fsdp2_tp": Kind(SplitGPT, 2, True, least_ranks=4),
+CONTROL = "control"
+REFERENCES = {"bf16": Kind(recipe=None), "fp8": Kind()}
+TESTED = {
+    "ddp": Kind(communicates=True),
+    "fsdp2": Kind(ShardedGPT, communicates=True),
+    "tp": Kind(SplitGPT, 0),
+    "fsdp2_tp": Kind(SplitGPT, 2, communicates=True, least_ranks=4),
 }
-REFERENCE = Kind(GPT, 1, False)
+KINDS = {**REFERENCES, CONTROL: Kind(recipe=StaticScaling()), **TESTED}
 
 
 def strategy_of(kind: Kind) -> tuple[Any, int]:
@@ -92,13 +101,14 @@ def strategy_of(kind: Kind) -> tuple[Any, int]:
     return ModelParallelStrategy(data_parallel_size=ranks // tensor, tensor_parallel_size=tensor), ranks // tensor
 
 
-def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precision | None) -> tuple[Run, str]:
-    """Train once, without ``plugin`` in bf16; the loss, and what FP8Communication says."""
+def train(kind: Kind, seed: int, settings: argparse.Namespace) -> tuple[Run, str]:
+    """Train once; the losses, and what FP8Communication says."""
     pl.seed_everything(seed, verbose=False)
     recorder = Recorder()
     communication = FP8Communication(min_numel=0) if kind.communicates else None
-    model = kind.model(width=settings.width, layers=settings.layers, heads=2, fused=False)
+    model = kind.model(width=settings.width, layers=settings.layers, heads=2, fused=False, lr=LEARNING_RATE)
     strategy, data_ranks = strategy_of(kind)
+    plugin = FP8Precision(kind.recipe, layers=LayerSelection()) if kind.recipe is not None else None
     how: dict[str, Any] = {"precision": "bf16-mixed"} if plugin is None else {"plugins": [plugin]}
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
@@ -119,22 +129,84 @@ def run(kind: Kind, seed: int, settings: argparse.Namespace, plugin: FP8Precisio
     trainer.fit(model, TextData(batch_size=BATCH * dist.get_world_size() // data_ranks, seed=seed))
     layers = sum(len(part.converted) for part in plugin.conversions) if plugin is not None else 0
     losses = torch.stack(recorder.training).tolist()
-    result = Run(seed, recorder.validations, count_spikes(losses), layers)
-    if dist.get_rank() == 0:
-        name = next(name for name, other in {**KINDS, "plain": REFERENCE}.items() if other == kind)
-        print(f"{name}, {layers} FP8 layers, seed {seed}: loss {result.final:.4f}", flush=True)
-    return result, communication.summary() if communication else ""
+    run = Run(seed, recorder.validations, count_spikes(losses), layers)
+    return run, communication.summary() if communication else ""
+
+
+def runs_of(name: str, seeds: int, settings: argparse.Namespace) -> list[tuple[Run, str]]:
+    """The runs of a kind, those that are kept already not trained again."""
+    file = settings.runs / f"{name}.json"
+    kept = json.loads(file.read_text()) if file.exists() else []
+    dist.barrier()  # All ranks have looked before rank 0 writes.
+    runs = [(Run(**run), summary) for run, summary in kept]
+    for seed in range(len(runs), seeds):
+        runs.append(train(KINDS[name], seed, settings))
+        if dist.get_rank() == 0:
+            settings.runs.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps([(asdict(run), summary) for run, summary in runs]))
+            print(f"{name}, seed {seed}: loss {runs[-1][0].final:.4f}", flush=True)
+    return runs
+
+
+def report(settings: argparse.Namespace) -> str:
+    """The page."""
+    ranks = dist.get_world_size()
+    reference = [run for run, _ in runs_of(settings.reference, max(MIN_SIGMA_RUNS, settings.seeds), settings)]
+    noise = Noise.of(reference[: max(MIN_SIGMA_RUNS, settings.seeds)])
+    seeds = max(settings.seeds, noise.seeds_needed())  # Fewer would leave the limit above 1% of the loss.
+    reference = [run for run, _ in runs_of(settings.reference, max(seeds, MIN_SIGMA_RUNS), settings)]
+    results = {
+        name: runs_of(name, seeds, settings)[:seeds]
+        for name in (CONTROL, *settings.kinds)
+        if ranks >= KINDS[name].least_ranks
+    }
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+    lines = [
+        "# FP8 communication: the accuracy gate",
+        "",
+        f"{ranks} ranks, {machine}; GPT example, width {settings.width}, {settings.layers} blocks, {settings.steps} "
+        f"steps, {results[CONTROL][0][0].fp8_layers} layers in FP8 (delayed). Reference: DDP, {settings.reference} "
+        f"layers, plain communication; loss {noise.loss:.4f}, sigma {noise.sigma:.4f} of {noise.runs} runs; {seeds} "
+        "seeds.",
+        "",
+        "| training | mean gap | spread | limit | spikes (reference) | gate |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        verdict = judge([run for run, _ in runs], reference, noise)
+        lines.append(
+            f"| {name} | {verdict.mean:+.4f} ({verdict.mean / noise.loss:+.2%}) | {verdict.spread:.4f} | "
+            f"{verdict.limit:.4f} | {verdict.spikes} ({verdict.bf16_spikes}) | "
+            f"{'passed' if verdict.passed else 'failed'} |"
+        )
+    void = judge([run for run, _ in results[CONTROL]], reference, noise).within_limit
+    told = [f"{name}:\n{runs[-1][1]}" for name, runs in results.items() if runs[-1][1]]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "The control passes, so this is VOID: train for longer." if void else "The control fails, as it must.",
+            "",
+            *(["```", *told, "```", ""] if told else []),
+            f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds {' '.join(settings.kinds)} "
+            f"--reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, "
+            f"{datetime.now(timezone.utc):%Y-%m-%d}.",
+            "",
+        ]
+    )
 
 
 def main() -> None:
     """Run all kinds and print the page on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--reference", choices=("fp8", "bf16"), default="fp8", help="the layers of the reference")
+    parser.add_argument("--kinds", nargs="+", choices=list(TESTED), default=list(TESTED))
+    parser.add_argument("--reference", choices=list(REFERENCES), default="fp8", help="the layers of the reference")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--runs", type=Path, default=Path("runs/comm-gate"), help="where runs of these settings lie")
+    parser.add_argument("--train", nargs="+", choices=list(KINDS), help="only train these, for --seeds seeds")
     parser.add_argument("--output", type=Path, help="write the report here as well")
     settings = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -142,69 +214,19 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
-    ranks = dist.get_world_size()
-
-    def fp8() -> FP8Precision:
-        return FP8Precision(layers=LayerSelection())
-
-    def plain() -> FP8Precision | None:
-        return fp8() if settings.reference == "fp8" else None
-
-    reference = [run(REFERENCE, seed, settings, plain())[0] for seed in range(max(MIN_SIGMA_RUNS, settings.seeds))]
-    noise = Noise.of(reference)
-    seeds = max(settings.seeds, noise.seeds_needed())  # Fewer would leave the limit above 1% of the loss.
-    reference += [run(REFERENCE, seed, settings, plain())[0] for seed in range(len(reference), seeds)]
-    control = [
-        run(REFERENCE, s, settings, FP8Precision(StaticScaling(), layers=LayerSelection()))[0] for s in range(seeds)
-    ]
-    lines = [
-        "# FP8 communication: the accuracy gate",
-        "",
-        f"{ranks} ranks, {torch.cuda.get_device_name() if gpu else 'CPU, gloo'}; GPT example, width {settings.width}, "
-        f"{settings.layers} blocks, {settings.steps} steps, {control[0].fp8_layers} layers in FP8 (delayed). "
-        f"Reference: DDP, {settings.reference} layers, plain communication; loss {noise.loss:.4f}, "
-        f"sigma {noise.sigma:.4f} of {noise.runs} runs.",
-        "",
-        "| training | mean gap | spread | limit | spikes (reference) | gate |",
-        "|---|---|---|---|---|---|",
-    ]
-    summaries = []
-    results = {"control: static scale 1": control}
-    for name in settings.kinds:
-        kind = KINDS[name]
-        if ranks < kind.least_ranks:
-            continue
-        runs = [run(kind, seed, settings, fp8()) for seed in range(seeds)]
-        results[name] = [result for result, _ in runs]
-        summaries += [f"{name}:", runs[-1][1]] if runs[-1][1] else []
-    for name, runs_of_kind in results.items():
-        verdict = judge(runs_of_kind, reference, noise)
-        lines.append(
-            f"| {name} | {verdict.mean:+.4f} ({verdict.mean / noise.loss:+.2%}) | {verdict.spread:.4f} | "
-            f"{verdict.limit:.4f} | {verdict.spikes} ({verdict.bf16_spikes}) | "
-            f"{'passed' if verdict.passed else 'failed'} |"
-        )
-    void = judge(control, reference, noise).within_limit
-    lines += [
-        "",
-        "The control passes, so this comparison is VOID: train for longer."
-        if void
-        else "The control fails, as it must.",
-        "",
-        "```",
-        *summaries,
-        "```",
-        "",
-        f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds {' '.join(settings.kinds)} "
-        f"--reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, "
-        f"{datetime.now(timezone.utc):%Y-%m-%d}.",
-        "",
-    ]
-    if dist.get_rank() == 0:
-        print("\n".join(lines))
-        if settings.output:
-            settings.output.parent.mkdir(parents=True, exist_ok=True)
-            settings.output.write_text("\n".join(lines))
+    # Runs of other settings are none of this gate's.
+    parts = dist.get_world_size(), "gpu" if gpu else "cpu", settings.steps, settings.width, settings.layers
+    settings.runs /= "-".join(map(str, parts))
+    if settings.train:
+        for name in settings.train:
+            runs_of(name, settings.seeds, settings)
+    else:
+        page = report(settings)
+        if dist.get_rank() == 0:
+            print(page)
+            if settings.output:
+                settings.output.parent.mkdir(parents=True, exist_ok=True)
+                settings.output.write_text(page)
     dist.destroy_process_group()
 
 
