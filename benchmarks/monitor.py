@@ -5,6 +5,9 @@
     python benchmarks/monitor.py --recipe none        # everything in bf16: all layers are watched
     python benchmarks/monitor.py --variants plain "snapshot every 20" --rounds 2
 
+``bare loop`` is the same training without a Trainer: what Trainer.fit costs, with a logger at Lightning's default
+interval.
+
 Each round times every variant once, so that drifts of the machine meet all of them; the overhead is the median over the
 rounds of the ratio to the plain run of the same round. The extra statistics are run every 10 steps to be seen above the
 noise; their row says what they come to at every 100.
@@ -38,6 +41,7 @@ from lightning_fp8 import (
     SkipBatchRecovery,
     compile_options,
 )
+from lightning_fp8.model import conversions
 from lightning_fp8.tuning.decoder import SHAPES as GPU_SHAPES
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -47,6 +51,7 @@ SHAPES = {**GPU_SHAPES, "cpu": DecoderShape(64, 256, 2, 2, 64, 4, 2, 512)}
 WARM_UP = 4
 EVERY = 10
 SNAPSHOT_EVERY = 20
+BARE = "bare loop"
 
 
 class Task(pl.LightningModule):
@@ -123,6 +128,7 @@ class Clock(pl.Callback):
 
 VARIANTS: dict[str, Callable[[Path], list[pl.Callback]]] = {
     "plain": lambda _: [],
+    BARE: lambda _: [],
     "health every step": lambda _: [FP8HealthMonitor("log", progress_bar=False)],
     "amax every step": lambda _: [AmaxMonitor(1)],
     "report": lambda folder: [FP8Report(folder / "report.html")],
@@ -163,7 +169,11 @@ def main() -> None:
         run(task, shape, device, args, [], folder)  # Compiles.
         for _ in range(args.rounds):
             for name in args.variants:
-                times[name].append(run(task, shape, device, args, VARIANTS[name](Path(folder)), folder))
+                callbacks = VARIANTS[name](Path(folder))
+                if name == BARE:
+                    times[name].append(run_bare(task, shape, device, args))
+                else:
+                    times[name].append(run(task, shape, device, args, callbacks, folder))
     rows = table(times, args.steps - WARM_UP)
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1))
@@ -191,6 +201,28 @@ def run(
     )
     trainer.fit(task, Batches(random_tokens(shape, device), args.steps))
     return clock.seconds
+
+
+def run_bare(task: Task, shape: DecoderShape, device: torch.device, args: Any) -> float:
+    """The same steps in a loop of their own."""
+    batch, active = random_tokens(shape, device), conversions(task)
+    task.to(device).train()
+    optimizer = task.configure_optimizers()
+    for index in range(args.steps):
+        if index == WARM_UP:
+            _synchronize()
+            began = time.perf_counter()
+        for conversion in active:
+            conversion.step()
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed"):
+            loss = task.training_step(batch, index)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for conversion in active:
+            conversion.optimizer_stepped()
+    _synchronize()
+    return time.perf_counter() - began
 
 
 def table(times: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node=2 benchmarks/comm/nccl.py --output docs/benchmarks/comm-nccl.md
 
+With ``--captured`` each collective is replayed from a CUDA graph as well: what it takes where no host holds it up.
+
 The medians of GPU time, with NVLink multicast off (``NCCL_NVLS_ENABLE=0``) unless the caller sets it otherwise.
 """
 
@@ -54,6 +56,18 @@ def fp8(name: str, collectives: FP8Collectives, whole: Tensor, shard: Tensor) ->
     }[name]
 
 
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The same, replayed from a CUDA graph: all the host does is to launch that."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The group's watchdog looks at events from a thread of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
 def median_milliseconds(call: Callable[[], object], repeats: int) -> float:
     """GPU time of one call; the slowest rank's median."""
     for _ in range(5):
@@ -72,8 +86,8 @@ def median_milliseconds(call: Callable[[], object], repeats: int) -> float:
     return float(slowest)
 
 
-def measure(numel: int, repeats: int, dtype: torch.dtype, codec: BlockCodec) -> list[str]:
-    """Table rows for one size."""
+def measure(numel: int, repeats: int, dtype: torch.dtype, codec: BlockCodec, graphs: bool) -> list[str]:
+    """Table rows for one size; with ``graphs`` the times of captured collectives."""
     world = dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     whole = torch.randn(numel, device="cuda", generator=generator).mul_(1e-3).to(dtype)
@@ -81,13 +95,14 @@ def measure(numel: int, repeats: int, dtype: torch.dtype, codec: BlockCodec) -> 
     collectives = FP8Collectives(codec=codec)
     rows = []
     for name in COLLECTIVES:
-        times = {
-            "fp32": median_milliseconds(native(name, torch.float32, whole, shard), repeats),
-            "bf16": median_milliseconds(native(name, torch.bfloat16, whole, shard), repeats),
-            "fp8": median_milliseconds(fp8(name, collectives, whole, shard), repeats),
+        calls = {
+            "fp32": native(name, torch.float32, whole, shard),
+            "bf16": native(name, torch.bfloat16, whole, shard),
+            "fp8": fp8(name, collectives, whole, shard),
         }
+        times = {kind: median_milliseconds(captured(call) if graphs else call, repeats) for kind, call in calls.items()}
         rows.append(
-            f"| {name} | {numel / 2**20:g} Mi | "
+            f"| {name}{', captured' if graphs else ''} | {numel / 2**20:g} Mi | "
             + " | ".join(f"{milliseconds:.3f}" for milliseconds in times.values())
             + f" | {times['bf16'] / times['fp8']:.2f}x |"
         )
@@ -100,6 +115,7 @@ def main() -> None:
     parser.add_argument("--mebi", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="sizes in Mi")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the gradients")
+    parser.add_argument("--captured", action="store_true", help="measure replays of CUDA graphs too")
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--output", type=Path, help="write the report here as well")
     arguments = parser.parse_args()
@@ -119,7 +135,8 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for mebi in arguments.mebi:
-        lines += measure(mebi * 2**20, arguments.repeats, dtype, BlockCodec(block=arguments.block))
+        for graphs in (False, True)[: 1 + arguments.captured]:
+            lines += measure(mebi * 2**20, arguments.repeats, dtype, BlockCodec(block=arguments.block), graphs)
     lines += [
         "",
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, "

@@ -30,6 +30,7 @@ FIRST_STEPS = 6
 BACKENDS: dict[str, Backend] = {
     "native": NativeBackend(),
     "fbgemm": NativeBackend(gemm="fbgemm"),
+    "recompute": NativeBackend(recompute_weight_cast=True),
     "torchao": TorchaoBackend(),
     "transformer_engine": TransformerEngineBackend(),
 }
@@ -81,8 +82,9 @@ def measure(
 
     Args:
         shape: the decoder.
-        variants: names: ``bf16``, or ``[backend:]recipe``, each with ``-eager`` to leave ``torch.compile`` out, or
-            ``-graphs`` for CUDA graphs; a recipe with ``-auto`` before that for ``layers="auto"``.
+        variants: names: ``bf16``, or ``[backend:]recipe``, each with ``-eager`` to leave ``torch.compile`` out,
+            ``-graphs`` for CUDA graphs, or ``-unfolded`` for plain ``torch.compile``; a recipe with ``-auto`` before
+            that for ``layers="auto"``.
         rounds: timed rounds of three steps.
         profile: also sort the time of a step by kind of kernel.
         peers: further variants, by name.
@@ -155,7 +157,7 @@ def build_step(
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(shape).to(torch.bfloat16)
-    mode = next((m for m in ("-eager", "-graphs") if variant.endswith(m)), "")
+    mode = next((m for m in ("-eager", "-graphs", "-unfolded") if variant.endswith(m)), "")
     name = variant.removesuffix(mode)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if peers and name in peers:
@@ -165,8 +167,10 @@ def build_step(
         layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
         convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
         context = conversions(model)[0].runtime.forward_context
-    if mode != "-eager":
-        compile_blocks(model, "reduce-overhead" if mode == "-graphs" else None)
+    if mode == "-unfolded":
+        compile_blocks(model, {})
+    elif mode != "-eager":
+        compile_blocks(model, compile_options("reduce-overhead" if mode == "-graphs" else None))
     inputs, targets = random_tokens(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     active = conversions(model)
@@ -188,11 +192,11 @@ def build_step(
     return step
 
 
-def compile_blocks(model: Decoder, mode: str | None = None) -> None:
-    """Compile each block in place; equal blocks share one graph."""
-    options = compile_options(mode)
+def compile_blocks(model: Decoder, options: Mapping[str, Any] | None = None) -> None:
+    """Compile each block in place, by default with casts folded; equal blocks share one graph."""
+    chosen = compile_options() if options is None else dict(options)
     for block in model.blocks:
-        block.compile(fullgraph=True, options=options)
+        block.compile(fullgraph=True, options=chosen)
 
 
 def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) -> float:

@@ -56,7 +56,8 @@ class Module(pl.LightningModule):
         self.val_losses.append(self.loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # On a GPU torch's default for one optimizer mixes no split parameters with whole ones.
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
 
 
 class Sharded(Module):
