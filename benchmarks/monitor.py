@@ -21,6 +21,7 @@ import logging
 import statistics
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,11 +170,17 @@ def main() -> None:
         run(task, shape, device, args, [], folder)  # Compiles.
         for _ in range(args.rounds):
             for name in args.variants:
-                callbacks = VARIANTS[name](Path(folder))
-                if name == BARE:
-                    times[name].append(run_bare(task, shape, device, args))
-                else:
-                    times[name].append(run(task, shape, device, args, callbacks, folder))
+                if name not in times:
+                    continue
+                try:
+                    if name == BARE:
+                        times[name].append(run_bare(task, shape, device, args))
+                    else:
+                        times[name].append(run(task, shape, device, args, VARIANTS[name](Path(folder)), folder))
+                except RuntimeError as error:  # A step that waits for the device; the others are still worth knowing.
+                    traceback.print_exception(error)
+                    print(f"{name} fails: {error}", flush=True)
+                    del times[name]
     rows = table(times, args.steps - WARM_UP)
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1))
