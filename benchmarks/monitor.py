@@ -3,7 +3,7 @@
     python benchmarks/monitor.py                      # 8B-sized blocks on a GPU, a tiny decoder on a CPU
     python benchmarks/monitor.py --sync-debug         # also: no step may wait for the device
     python benchmarks/monitor.py --recipe none        # everything in bf16: all layers are watched
-    python benchmarks/monitor.py --variants plain "snapshot every 20" --rounds 2
+    python benchmarks/monitor.py --variants plain "snapshot every 10" --rounds 1 --warm-up 31 --steps 51
 
 ``bare loop`` is the same training without a Trainer: what Trainer.fit costs, with a logger at Lightning's default
 interval.
@@ -48,10 +48,9 @@ from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
 #: Small enough for a CPU that emulates FP8.
 SHAPES = {**GPU_SHAPES, "cpu": DecoderShape(64, 256, 2, 2, 64, 4, 2, 512)}
-#: Steps that are not timed: compilation, allocation, the first scales.
-WARM_UP = 4
 EVERY = 10
-SNAPSHOT_EVERY = 20
+#: The first three snapshots take pinned memory, which is slow: they belong into the warm-up.
+SNAPSHOT_EVERY = 10
 BARE = "bare loop"
 
 
@@ -95,7 +94,8 @@ class Batches:
 class Clock(pl.Callback):
     """Times the steps after the warm-up; may forbid them to wait for the device."""
 
-    def __init__(self, sync_debug: bool) -> None:
+    def __init__(self, warm_up: int, sync_debug: bool) -> None:
+        self.warm_up = warm_up
         self.sync_debug = sync_debug
         self.seconds = 0.0
         self._began = 0.0
@@ -107,7 +107,7 @@ class Clock(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == WARM_UP:
+        if batch_idx == self.warm_up:
             _synchronize()
             self._began = time.perf_counter()
             if self.sync_debug:
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="delayed", help="or none, for bf16")
     parser.add_argument("--precision", default="bf16-true", choices=("bf16-true", "bf16-mixed"))
     parser.add_argument("--steps", type=int, default=24 if cuda else 14)
+    parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed: compilation, allocation")
     parser.add_argument("--rounds", type=int, default=5 if cuda else 2)
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
     parser.add_argument("--sync-debug", action="store_true", help="let a synchronisation in a timed step be an error")
@@ -157,8 +158,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.sync_debug and not cuda:
         parser.error("--sync-debug needs a GPU")
-    if (args.steps - WARM_UP) % EVERY:
-        parser.error(f"--steps must be {WARM_UP} more than a multiple of {EVERY}")
+    if (args.steps - args.warm_up) % EVERY:
+        parser.error(f"--steps must be {args.warm_up} more than a multiple of {EVERY}")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     shape = SHAPES[args.shape]
@@ -181,7 +182,7 @@ def main() -> None:
                     traceback.print_exception(error)
                     print(f"{name} fails: {error}", flush=True)
                     del times[name]
-    rows = table(times, args.steps - WARM_UP)
+    rows = table(times, args.steps - args.warm_up)
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1))
 
@@ -190,7 +191,7 @@ def run(
     task: Task, shape: DecoderShape, device: torch.device, args: Any, callbacks: list[pl.Callback], folder: str
 ) -> float:
     """Seconds that the timed steps of one fit take."""
-    clock = Clock(args.sync_debug)
+    clock = Clock(args.warm_up, args.sync_debug)
     precision: dict[str, Any] = {"precision": args.precision}
     if args.recipe != "none":
         plugin = FP8Precision(args.recipe, precision=args.precision, layers=LayerSelection())
@@ -216,7 +217,7 @@ def run_bare(task: Task, shape: DecoderShape, device: torch.device, args: Any) -
     task.to(device).train()
     optimizer = task.configure_optimizers()
     for index in range(args.steps):
-        if index == WARM_UP:
+        if index == args.warm_up:
             _synchronize()
             began = time.perf_counter()
         for conversion in active:
