@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.recovery.verdict import local_values
+
 LossScale = Literal["dynamic"] | float
 
 
@@ -48,8 +50,7 @@ class LossScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the factor, in place.
 
-        Once, until it steps or until its gradients are None: whoever skips a step must drop them so, as
-        ``zero_grad`` does by default.
+        Once, until it steps or until its gradients are dropped: whoever skips a step calls ``zero_grad``.
         """
         if optimizer in self._unscaled:
             return
@@ -97,9 +98,13 @@ class LossScaler:
             self._used = False
 
     def _forget_dropped_gradients(self) -> None:
-        """Of steps that were skipped or interrupted between unscaling and stepping."""
+        """Of steps that were skipped or interrupted between unscaling and stepping.
+
+        Gradients that were set to zero, not to None, are read on the host: only where backward runs between the two.
+        """
         for optimizer in list(self._unscaled):
-            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if not any(local_values(gradient).any() for gradient in gradients):
                 self._unscaled.discard(optimizer)
 
     def _dynamic(self, device_type: str) -> torch.amp.GradScaler:

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
@@ -20,6 +21,7 @@ from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scale
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
+from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard
@@ -179,6 +181,11 @@ class SkipBatchRecovery(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaler = loss_scaler(trainer)
+        if self.retry and isinstance(scaler, GradScaler):
+            raise MisconfigurationException(
+                "retry=True runs backward twice before a step, which Lightning's own loss scaling cannot follow: use "
+                "FP8Precision(precision='16-mixed'), or retry=False."
+            )
         self.guard = guard = StepGuard(pl_module, trainer.optimizers, self.thresholds, self.mode, scaler)
         if self._loaded is not None:
             guard.load_state_dict(self._loaded["guard"])
@@ -329,6 +336,9 @@ class SkipBatchRecovery(Callback):
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is not None:
             trainer.strategy.backward(loss, optimizer)
+            if isinstance(guard.scaler, LossScaler):
+                # The precision plugin has done that already, to the gradients that were thrown away.
+                guard.scaler.unscale_(optimizer)
         accepted = guard.decide(optimizer, **context)
         guard.fp8.set_enabled(guilty, True)
         return accepted

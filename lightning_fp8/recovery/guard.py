@@ -32,7 +32,18 @@ from torch.utils._pytree import tree_leaves
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
-from lightning_fp8.recovery.verdict import NO_LOSS, REJECTED, Culprit, Finding, Judge, Layout, Thresholds, local_values
+from lightning_fp8.recovery.verdict import (
+    NO_LOSS,
+    REJECTED,
+    Culprit,
+    Finding,
+    Judge,
+    Layout,
+    Thresholds,
+    for_message,
+    local_values,
+    seen_value,
+)
 
 Mode = Literal["auto", "fast", "exact"]
 
@@ -232,18 +243,18 @@ class StepGuard:
             owners += judge.parameters
         floating = [local_values(p.detach()) for p in owners]
         norms = [norm.to(self.device) for norm in torch._foreach_norm(floating, 2, torch.float32)]
-        bad = (~torch.isfinite(torch.stack(norms))).float()
+        bad = for_message(torch.stack(norms))
         message = torch.zeros(len(names) + self.ranks, device=self.device)
         message[: len(names)] = bad
         message[len(names) + self.judges[0].rank] = bad.max()
         if self.ranks > 1 and not alone:
             dist.all_reduce(message, dist.ReduceOp.MAX, self._group)
-        flags = message.tolist()
-        ranks = tuple(rank for rank in range(self.ranks) if flags[len(names) + rank])
+        seen = [seen_value(entry) for entry in message.cpu()]
+        ranks = tuple(rank for rank in range(self.ranks) if not math.isfinite(seen[len(names) + rank]))
         return [
-            Culprit("nonfinite", name, "weight", math.inf, ranks)
-            for name, flag in zip(names, flags, strict=False)
-            if flag
+            Culprit("nonfinite", name, "weight", value, ranks)
+            for name, value in zip(names, seen, strict=False)
+            if not math.isfinite(value)
         ]
 
     def _loss(self, judge: Judge) -> Tensor | None:

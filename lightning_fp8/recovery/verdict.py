@@ -1,7 +1,8 @@
 """Is this step good? Judged on the device, before the optimizer takes it, with one reduction over all ranks.
 
 1. Every rank writes what it saw into one message: its loss, the norm of each gradient, the amax of each operand and how
-   far that lies above the operand's last one. Non-finite values become Inf, for a maximum would drop a NaN.
+   far that lies above the operand's last one. Inf becomes the largest number and NaN becomes Inf, for a maximum would
+   drop a NaN.
 2. One MAX all-reduce. From here on all ranks hold the same message, and decide alike.
 3. A step is bad if anything is non-finite, if a rank rejects it, or if loss or gradient norm is a spike against the
    robust statistics of the steps accepted before.
@@ -30,6 +31,10 @@ MAD_TO_SIGMA = 1.4826
 SIGNALS = ("loss", "grad_norm")
 #: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so.
 REJECTED, NO_LOSS, UNHEALTHY = 1, 2, 3
+#: In a message: Inf. What no finite value reaches, Inf itself, stands for NaN.
+_INF = torch.finfo(torch.float32).max
+#: In the part for batches.
+_INF_BATCH, _NAN_BATCH = 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -208,23 +213,28 @@ class Layout:
             if code in (REJECTED, NO_LOSS)
         ]
         ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
+        by_layer = amaxes.view(-1, len(ROLES))
         bad_operands = [
-            Culprit("nonfinite", self.layers[layer], ROLES[role], math.inf, ranks)
-            for layer, role in _first_causes(amaxes.view(-1, len(ROLES)))
+            Culprit("nonfinite", self.layers[layer], ROLES[role], seen_value(by_layer[layer, role]), ranks)
+            for layer, role in _first_causes(by_layer)
         ]
         bad_batches = tuple((batches > 0).nonzero()[:, 0].tolist())
-        bad_losses = tuple(torch.isposinf(losses).nonzero()[:, 0].tolist())
-        bad_gradients = torch.isposinf(norms).nonzero()[:, 0].tolist()
+        bad_losses = tuple((losses >= _INF).nonzero()[:, 0].tolist())
+        bad_gradients = (norms >= _INF).nonzero()[:, 0].tolist()
+        loss = seen_value(losses.max())
         if bad_batches and (bad_losses or bad_gradients):
-            culprits.append(Culprit("nonfinite", "batch", "batch", math.inf, bad_batches))
+            value = math.nan if batches.max() == _NAN_BATCH else math.inf
+            culprits.append(Culprit("nonfinite", "batch", "batch", value, bad_batches))
         in_forward = any(c.role != "grad_output" for c in bad_operands)
         if in_forward or not bad_losses:
             # Otherwise forward went wrong outside these layers, and backward only carried it here.
             culprits += bad_operands
         if bad_losses:
-            culprits.append(Culprit("nonfinite", "loss", "loss", math.inf, bad_losses))
+            culprits.append(Culprit("nonfinite", "loss", "loss", loss, bad_losses))
         # Backward runs from the last parameter to the first: the last bad one is the first cause.
-        culprits += [Culprit("nonfinite", self.parameters[i], "gradient", math.inf) for i in reversed(bad_gradients)]
+        culprits += [
+            Culprit("nonfinite", self.parameters[i], "gradient", seen_value(norms[i])) for i in reversed(bad_gradients)
+        ]
         if thresholds.amax_jump is not None:
             for index in (jumps > thresholds.amax_jump).nonzero()[:, 0].tolist():
                 layer, role = divmod(index, len(ROLES))
@@ -238,8 +248,8 @@ class Layout:
             culprits.append(Culprit("health", "loss", "loss", math.nan, unhealthy))
         return Finding(
             culprits,
-            loss=losses.max().item(),
-            grad_norm=torch.linalg.vector_norm(norms).item(),
+            loss=loss,
+            grad_norm=seen_value(norms.max() if bad_gradients else torch.linalg.vector_norm(norms)),
             overflow=loss_scaled and not bad_losses and not in_forward and bool(bad_gradients),
         )
 
@@ -251,7 +261,7 @@ def _first_causes(amaxes: Tensor) -> list[tuple[int, int]]:
     only where no operand of the forward pass is bad did the trouble begin in backward, which visits the layers from
     the last to the first.
     """
-    bad = torch.isposinf(amaxes)
+    bad = amaxes >= _INF
     inputs, weights, grad_outputs = (bad[:, role].nonzero()[:, 0].tolist() for role in range(len(ROLES)))
     forward = [(layer, ROLES.index("weight")) for layer in weights]
     forward += [(layer, ROLES.index("input")) for layer in inputs[:1]]
@@ -316,22 +326,23 @@ class Judge:
         message = self.message = torch.full((sum(self.layout.sizes),), -math.inf, device=self.device)
         losses, batches, operands, rejections, norm_part, amax_part, jump_part = self.layout.split(message)
         if loss is not None:
-            losses[self.rank].copy_(_nonfinite_to_inf(loss.detach().float()))
+            losses[self.rank].copy_(for_message(loss.detach().float()))
         rejections[self.rank].fill_(float(rejected))
         if unhealthy is not None and not rejected:
             rejections[self.rank].copy_(unhealthy * UNHEALTHY)
-        norm_part.copy_(_nonfinite_to_inf(norms))
+        norm_part.copy_(for_message(norms))
         batches[self.rank].fill_(0.0)
         if batch is not None:
-            batches[self.rank].copy_(~torch.isfinite(batch))
+            # Not the codes of other parts: bad data is no fault by itself.
+            batches[self.rank].copy_(batch.isinf() * _INF_BATCH + batch.isnan() * _NAN_BATCH)
         operands[self.rank].fill_(0.0)
         if amax is not None and last_amax is not None and self.layout.layers:
-            amax_part.copy_(_nonfinite_to_inf(amax).flatten())
+            amax_part.copy_(for_message(amax).flatten())
             # A slot that was never seen, or only saw zeros, has nothing to jump from.
             comparable = (last_amax > 0) & torch.isfinite(amax)
-            jumps = torch.where(comparable, amax / last_amax, 0.0).clamp(max=torch.finfo(torch.float32).max)
+            jumps = torch.where(comparable, amax / last_amax, 0.0).clamp(max=_INF / 2)
             jump_part.copy_(jumps.flatten())
-            suspicious = torch.isposinf(amax_part).any()
+            suspicious = (amax_part >= _INF).any()
             if self.thresholds.amax_jump is not None:
                 suspicious = suspicious | (jump_part > self.thresholds.amax_jump).any()
             operands[self.rank].copy_(suspicious)
@@ -339,7 +350,7 @@ class Judge:
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
         self.grad_norm = torch.linalg.vector_norm(norm_part)
         signals = torch.stack((losses.max(), self.grad_norm))
-        bad = torch.isposinf(message).any() | (rejections > 0).any()
+        bad = (message >= _INF).any() | (rejections > 0).any()
         if self.thresholds.amax_jump is not None:
             bad = bad | (jump_part > self.thresholds.amax_jump).any()
         self.scores = self.statistics.score(signals)
@@ -363,8 +374,15 @@ class Judge:
         return norms
 
 
-def _nonfinite_to_inf(values: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(values), values, math.inf)
+def for_message(values: Tensor) -> Tensor:
+    """What of fp32 ``values`` a maximum over ranks may be taken: Inf of either sign is the largest number, NaN is Inf."""
+    return values.nan_to_num(nan=math.inf, posinf=_INF, neginf=_INF)
+
+
+def seen_value(entry: Tensor) -> float:
+    """What :func:`for_message` was given for a scalar of a message."""
+    value = float(entry)
+    return math.nan if value == math.inf else math.inf if value >= _INF else value
 
 
 def local_values(tensor: Tensor) -> Tensor:

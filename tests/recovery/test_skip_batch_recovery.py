@@ -337,18 +337,23 @@ def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
     assert len(again) >= 2 and trainer.global_step == 60 and math.isfinite(test_loss(model))
 
 
-def test_retry_takes_the_batch_with_the_guilty_layer_in_bf16(tmp_path):
+RETRIED = {"plain": {}, "constant": {"loss_scale": 1024.0}, "dynamic": {"precision": "16-mixed"}}
+
+
+@pytest.mark.parametrize("scaling", RETRIED)
+def test_retry_takes_the_batch_with_the_guilty_layer_in_bf16(tmp_path, scaling):
     class Once(TwoBlocks):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 7 and not self.net[2]._forward_hooks:
+            if batch_idx == 17 and not self.net[2]._forward_hooks:
                 self.net[2].register_forward_hook(
-                    lambda m, args, out: out * NAN if m.training and m.fp8.enabled and self.now == 7 else out
+                    lambda m, args, out: out * NAN if m.training and m.fp8.enabled and self.now == 17 else out
                 )
             self.now = batch_idx
             return super().training_step(batch, batch_idx)
 
     callback = recovery(retry=True)
-    model, trainer = fit(tmp_path, [callback], model=Once(), plugins=[FP8Precision()], max_steps=20)
+    plugin = FP8Precision(**RETRIED[scaling])
+    model, trainer = fit(tmp_path, [callback], model=Once(), plugins=[plugin], max_steps=20, gradient_clip_val=1.0)
     assert [event["action"] for event in rejected(callback)] == ["retry"]
     assert callback.guard.judges[0].statistics.count == 20, "no step was lost"
     assert all(layer.fp8.enabled for layer in (model.net[0], model.net[2]))
@@ -411,6 +416,8 @@ def test_wrong_places_are_refused(tmp_path):
         SkipBatchRecovery().reject(torch.zeros(()))
     with pytest.raises(MisconfigurationException, match="retry"):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], accumulate_grad_batches=2, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="retry=False"):
+        fit(tmp_path, [SkipBatchRecovery(retry=True)], plugins=[fp16()], max_steps=1)
     with pytest.raises(ValueError, match="fused=True"):
         fit(tmp_path, [SkipBatchRecovery(mode="fast")], max_steps=1)
 

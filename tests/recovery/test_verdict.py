@@ -79,6 +79,16 @@ def test_a_loss_that_is_not_finite(bad):
     assert not finding.finite
 
 
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_findings_tell_nan_from_inf(bad):
+    judge_ = make_judge(2, ("a",))
+    amax, last = torch.tensor([[1.0, bad, 1.0]]), torch.ones(1, 3)
+    rejected, finding = judge(judge_, -bad, [1.0, bad], amax=amax, last_amax=last, batch=torch.tensor(bad))
+    assert rejected and [c.where for c in finding.culprits] == ["batch", "a", "loss", "p1"]
+    told = [c.value for c in finding.culprits] + [finding.loss, finding.grad_norm]
+    assert all(math.isnan(value) if math.isnan(bad) else value == INF for value in told), told
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_gradient_that_is_not_finite_is_named(bad):
     rejected, finding = judge(make_judge(3), 1.0, [1.0, bad, 1.0])

@@ -173,14 +173,15 @@ def test_two_optimizers_may_both_clip_before_either_steps() -> None:
 class SkipsItsSecondStep(Net):
     """Manual optimization that clips, looks, and lets a step go."""
 
-    def __init__(self) -> None:
+    def __init__(self, set_to_none: bool) -> None:
         super().__init__("sgd")
+        self.set_to_none = set_to_none
         self.automatic_optimization = False
         self.norms: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=self.set_to_none)
         self.manual_backward(self.loss(batch))
         self.clip_gradients(optimizer, gradient_clip_val=1e9, gradient_clip_algorithm="norm")
         if batch_idx != 1:
@@ -188,9 +189,10 @@ class SkipsItsSecondStep(Net):
             optimizer.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
-def test_the_step_after_a_skipped_one_has_true_gradients(loss_scale: Any) -> None:
-    plain, scaled = SkipsItsSecondStep(), SkipsItsSecondStep()
+def test_the_step_after_a_skipped_one_has_true_gradients(loss_scale: Any, set_to_none: bool) -> None:
+    plain, scaled = SkipsItsSecondStep(set_to_none), SkipsItsSecondStep(set_to_none)
     fit(plain, plugin("rowwise"))
     fit(scaled, plugin("rowwise", loss_scale=loss_scale))
     assert len(plain.norms) == 5
