@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from lightning_fp8 import ops
 from lightning_fp8.recipes import ROLES, get_recipe
@@ -54,6 +55,7 @@ def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> No
 
     weights = [random(256, 384).requires_grad_() for _ in range(2)]
     inputs = [random(rows, 384).requires_grad_() for rows in (512, 512, 512)]
+    counters["inductor"].clear()
     torch._dynamo.reset()  # Other cases' graphs of the same function would make this one's a recompile.
     compiled = torch.compile(ops.scaled_linear, fullgraph=True, mode=mode, dynamic=False)
     outcomes = []
@@ -72,3 +74,4 @@ def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> No
         outcomes.append([*results, table.data])
     for eager, graph in zip(*outcomes, strict=True):
         assert torch.equal(eager, graph)
+    assert counters["inductor"]["cudagraph_skips"] == 0
