@@ -1,9 +1,9 @@
 """torchao's float8 and MX matrix products on layers that stay what they are.
 
-Used are torchao's autograd functions (``float8.float8_linear.matmul_with_hp_or_float8_args`` and
-``prototype.moe_training.mxfp8_linear.mx_mm``, versions 0.17 and 0.18), never its module swap: that one drops hooks and
-the training flag, replaces subclasses and un-ties weights, and its forward knows no CPU autocast, no empty batch and no
-token count that is not a multiple of 16.
+Used are torchao's autograd functions (``float8.float8_linear.matmul_with_hp_or_float8_args``, and ``mx_mm`` of
+``prototype.moe_training.mxfp8_linear``, in 0.17 of ``prototype.mx_formats.mx_linear``), never its module swap: that one
+drops hooks and the training flag, replaces subclasses and un-ties weights, and its forward knows no CPU autocast, no
+empty batch and no token count that is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class TorchaoBackend(Backend):
         installed = version("torchao")
         if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
             return f"torchao {installed} is too old: {remedy}"
+        try:
+            _mx_product() if isinstance(recipe, MXFP8Scaling) else _float8_product()
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            return f"torchao {installed} lacks what is needed here ({str(error).splitlines()[0]}): {remedy}"
         return None
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:
@@ -140,13 +144,12 @@ class Float8Product:
             self.config.gemm_config_grad_input,
             self.config.gemm_config_grad_weight,
         )
+        self.function = _float8_product()
         self.products = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """``[rows, in]`` times ``[out, in]`` transposed, in the dtype of ``x``."""
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-        return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.products, self.config)
+        return self.function.apply(x, weight.t(), self.products, self.config)
 
 
 class MXProduct:
@@ -158,10 +161,10 @@ class MXProduct:
 
     def __init__(self, emulate: bool) -> None:
         self.emulate = emulate
+        self.function = _mx_product()
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """``[rows, in]`` times ``[out, in]`` transposed, in the dtype of ``x``."""
-        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
         from torchao.prototype.mx_formats.config import (
             MXFP8Dim0CastKernelChoice,
             MXFP8Dim1CastKernelChoice,
@@ -176,7 +179,23 @@ class MXProduct:
             else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA)
         )
         # RCEIL rounds the shared scale up, as this package's recipe does.
-        return mx_mm.apply(x, weight.to(x.dtype), e4m3, e4m3, e4m3, 32, *kernels, ScaleCalculationMode.RCEIL, False)
+        return self.function.apply(
+            x, weight.to(x.dtype), e4m3, e4m3, e4m3, 32, *kernels, ScaleCalculationMode.RCEIL, False
+        )
+
+
+def _float8_product() -> Any:
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    return matmul_with_hp_or_float8_args
+
+
+def _mx_product() -> Any:
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    except ImportError:  # torchao 0.17
+        from torchao.prototype.mx_formats.mx_linear import mx_mm
+    return mx_mm
 
 
 def _why_not_recipe(recipe: Recipe) -> str | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, RowwiseScaling, TensorwiseScaling, revert_model
+from lightning_fp8 import DelayedScaling, FP8Precision, RowwiseScaling, TensorwiseScaling, revert_model
 from lightning_fp8.backends import TorchaoBackend
 from lightning_fp8.backends.torchao import Float8Product, TorchaoLinear
 from lightning_fp8.kernels import reference
@@ -187,9 +188,9 @@ def test_copies_work() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(batch(0)), expected)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_compiled_whole(recipe: str) -> None:
-    model = mlp()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     table = convert(model, recipe, "torchao").runtime.table
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -222,6 +223,30 @@ def test_refused_recipes(case: str) -> None:
     with pytest.raises(ValueError, match="torchao backend cannot run"):
         convert(model, recipe, "torchao")
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lacking", "words"),
+    [
+        ("rowwise", ["torchao"], "not installed"),
+        ("rowwise", ["torchao.float8.float8_linear"], "lacks"),
+        ("mxfp8", ["torchao.prototype.moe_training.mxfp8_linear", "torchao.prototype.mx_formats.mx_linear"], "lacks"),
+    ],
+)
+def test_what_the_library_lacks_is_told_at_construction(
+    recipe: str, lacking: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in lacking:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=words) as caught:
+        FP8Precision(recipe, backend="torchao")
+    assert "pip install 'torchao>=0.17'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_library_too_old_is_told_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fp8.backends.torchao.version", lambda name: "0.9.0+git1234")
+    with pytest.raises(ValueError, match=r"torchao 0\.9\.0\+git1234 is too old: pip install"):
+        FP8Precision("rowwise", backend="torchao")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
