@@ -94,33 +94,36 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
-    """Read a checkpoint: a file, or the directory of a distributed one.
+    """Read a checkpoint of the Trainer's or Fabric's, or weights alone: a file, or a distributed one's directory.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it cannot be read, or is no checkpoint of Lightning's.
+        ValueError: it cannot be read, or holds neither FP8 state nor weights.
     """
     checkpoint = _load(Path(path))
     rows: list[Row] = []
     recipes: list[str] = []
     notes: list[str] = []
-    state = checkpoint.get(_KEY) or {}
-    for conversion in state.get("conversions", []):
-        runtime = conversion["runtime"]
-        recipe = get_recipe(runtime["recipe"])
-        recipes.append(f"{recipe!r}, {len(conversion['layers'])} layers")
-        rows += _rows_of(recipe, runtime)
-    if not state:
+    events: list[HealthEvent] = []
+    try:
+        for conversion in _conversions(checkpoint):
+            runtime = conversion["runtime"]
+            recipe = get_recipe(runtime["recipe"])
+            recipes.append(f"{recipe!r}, {len(conversion['layers'])} layers")
+            rows += _rows_of(recipe, runtime)
+        for callback in (checkpoint.get("callbacks") or {}).values():
+            if isinstance(callback, Mapping) and "health" in callback:
+                events += [HealthEvent.from_dict(values) for values in callback.get("events", [])[-20:]]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"The FP8 state in {path} is none that this version can read ({error!r}).") from error
+    if not recipes:
         notes.append("no FP8 state: shown is how the weights would fare under one scale a tensor (e4m3)")
-        rows = _rows_of_weights(checkpoint.get("state_dict", {}))
-    events = [
-        HealthEvent.from_dict(values)
-        for callback in checkpoint.get("callbacks", {}).values()
-        if isinstance(callback, Mapping) and "health" in callback
-        for values in callback.get("events", [])[-20:]
-    ]
+        rows = [row for weights in _weights(checkpoint) for row in _rows_of_weights(weights)]
+        if not rows and not checkpoint.keys() & {"state_dict", _KEY, "loops"}:
+            raise ValueError(f"{path} is no checkpoint of Lightning's, and holds no weights.")
     rows.sort(key=lambda row: (not row.risks, row.headroom if row.headroom == row.headroom else math.inf))
-    return Inspection(checkpoint.get("global_step"), recipes, rows, events, notes)
+    step = checkpoint.get("global_step")
+    return Inspection(step if isinstance(step, int) else None, recipes, rows, events, notes)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -145,19 +148,55 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist.")
     if path.is_dir():
         path = path / "meta.pt"  # What is not sharded in a distributed checkpoint of Lightning's.
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist.")
+        if not path.is_file():
+            raise FileNotFoundError(f"{path.parent} is no distributed checkpoint of Lightning's: it has no meta.pt.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Of a user's own classes, such as hyperparameters, nothing is needed and no code is run.
+        unknown: list[Any] = [(_Unknown, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with torch.serialization.safe_globals(unknown):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds, with pages of advice.
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{path} is no file as torch.save writes it (zip), or is cut short.") from error
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(checkpoint, Mapping) or not {"state_dict", _KEY, "loops"} & set(checkpoint):
-        raise ValueError(f"{path} is no checkpoint of Lightning's.")
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return checkpoint
+
+
+class _Unknown:
+    """Stands for an object of a class that is not known here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _conversions(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """The Trainer's FP8 state lies under its own key; in Fabric's the user chose one for ``precision.state_dict()``."""
+    states = [checkpoint[_KEY]] if _KEY in checkpoint else list(checkpoint.values())
+    return [
+        conversion for state in states if isinstance(state, Mapping) for conversion in state.get("conversions") or []
+    ]
+
+
+def _weights(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The state_dict of the Trainer's, what Fabric's users saved as a model, or the whole: weights alone."""
+    if "state_dict" in checkpoint:
+        return [checkpoint["state_dict"]]
+    if any(isinstance(value, Tensor) for value in checkpoint.values()):
+        return [checkpoint]
+    return [
+        value
+        for value in checkpoint.values()
+        if isinstance(value, Mapping) and any(isinstance(weight, Tensor) for weight in value.values())
+    ]
 
 
 def _rows_of(recipe: Recipe, runtime: Mapping[str, Any]) -> list[Row]:
@@ -199,13 +238,15 @@ def _risks(recipe: Recipe, role: Role, amax: float, scale: float, headroom: floa
     return tuple(risks)
 
 
-def _rows_of_weights(state_dict: Mapping[str, Any]) -> list[Row]:
+def _rows_of_weights(state_dict: Any) -> list[Row]:
     """Matrices only; their spread tells what one scale a tensor would lose."""
     rows = []
-    for name, weight in state_dict.items():
+    for name, weight in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and weight.numel()):
             continue
-        magnitudes = weight.abs().float()
+        if weight.layout is not torch.strided or weight.is_meta or weight.element_size() == 1:
+            continue  # Its values are elsewhere, or FP8's already.
+        magnitudes = weight.float().abs()
         amax = float(magnitudes.max())
         scale = 448.0 / amax if amax and math.isfinite(amax) else math.nan
         risks: list[str] = []

@@ -9,9 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from monitor_models import Fault, Net, Plant, batches, make_trainer, precision
 
+from lightning_fp8 import LayerSelection
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
+from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
 from lightning_fp8.report.inspect import Row, inspect_checkpoint, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,7 +107,52 @@ def test_the_directory_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     assert len(inspect_checkpoint(tmp_path / "sharded").rows) == 9
 
 
-@pytest.mark.parametrize("content", [None, b"nonsense", {"weights": 1}])
+class Settings:
+    """Hyperparameters of a class that whoever inspects does not have."""
+
+    def __init__(self) -> None:
+        self.width = 16
+
+
+def test_objects_of_unknown_classes_do_not_matter(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 3, precision())
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    torch.save({**checkpoint, "hyper_parameters": {"a": Settings(), "b": [Settings(), tmp_path]}}, tmp_path / "b.ckpt")
+    assert inspect_checkpoint(tmp_path / "b.ckpt").rows == inspect_checkpoint(tmp_path / "a.ckpt").rows
+
+
+def test_a_checkpoint_of_fabrics_and_weights_alone(tmp_path: Path) -> None:
+    fabric_precision = FabricFP8Precision("delayed", layers=LayerSelection())
+    fabric = Fabric(accelerator="cpu", plugins=[fabric_precision])
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    model = fabric.setup(net)
+    fabric.backward(model(torch.ones(4, 16)).sum())
+    fabric.save(tmp_path / "fabric.ckpt", {"model": model, "fp8": fabric_precision.state_dict(), "step": 1})
+    told = inspect_checkpoint(tmp_path / "fabric.ckpt")
+    assert row(told.rows, "0", "input").amax == 1 and "DelayedScaling" in told.recipes[0] and told.step is None
+    fabric.save(tmp_path / "model.ckpt", {"model": model})
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    for name in ("model.ckpt", "weights.pt"):
+        assert [r.layer for r in inspect_checkpoint(tmp_path / name).rows] == ["0", "1"]
+
+
+def test_odd_weights(tmp_path: Path) -> None:
+    square = torch.randn(4, 4)
+    odd = {"sparse": square.to_sparse(), "meta": square.to("meta"), "fp8": square.to(torch.float8_e4m3fn)}
+    torch.save({**odd, "bf16": square.bfloat16(), "zero": square * 0, "integer": square.long()}, tmp_path / "a.pt")
+    assert {r.layer: r.risks for r in inspect_checkpoint(tmp_path / "a.pt").rows} == {"bf16": (), "zero": ()}
+
+
+@pytest.mark.parametrize("state", [{"conversions": [{"layers": []}]}, {"conversions": [1]}])
+def test_fp8_state_that_cannot_be_read(state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {}, "lightning_fp8": state}, tmp_path / "a.ckpt")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "a.ckpt")])
+    message = capsys.readouterr().err
+    assert "none that this version can read" in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"nonsense", {"weights": 1}, [1], {}])
 def test_what_is_no_checkpoint_is_refused_in_one_line(
     content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
