@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.statistics import AMAX
 from lightning_fp8.telemetry import HostCopy, Telemetry
 
 
@@ -41,6 +42,7 @@ class LayerCallback(Callback):
         self._telemetry: Telemetry | None = None
         self._window: Tensor | None = None
         self._started: int | None = None
+        self._told = False
         self._copy = HostCopy()
         self._pending: When | None = None
         self._loaded: dict[str, Any] | None = None
@@ -95,17 +97,22 @@ class LayerCallback(Callback):
     ) -> None:
         self.telemetry.begin_step(trainer.global_step)
         self._started = trainer.global_step
+        self._told = False
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._told = True
         if self._due(trainer):
             self._window = self.telemetry.read()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        # Whoever calls loss.backward() in manual optimization goes past on_after_backward.
-        if self._window is None and self._due(trainer):
-            self._window = self.telemetry.read()
+        # Whoever calls loss.backward() in manual optimization goes past on_after_backward; each optimizer may have a
+        # backward of its own. What recovery has taken back since an earlier one was seen all the same.
+        if not self._told and self._due(trainer):
+            before, self._window = self._window, self.telemetry.read()
+            if before is not None:
+                self._window[..., AMAX] = torch.maximum(self._window[..., AMAX], before[..., AMAX])
 
     @torch.no_grad()
     def on_train_batch_end(

@@ -226,6 +226,33 @@ def test_several_optimizers_count_once_a_batch() -> None:
     assert monitor._health is not None and monitor._health.count.max() == 10
 
 
+@pytest.mark.parametrize(("layer", "role"), [(FIRST, "input"), (MIDDLE, "weight"), (LAST, "grad_output")])
+def test_backwards_that_pass_the_trainer_by_are_seen(layer: str, role: str) -> None:
+    """Two optimizers, each with a backward of its own that is called on the loss."""
+
+    class Two(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            first, second = self.optimizers()
+            hidden = self.blocks[1](torch.relu(self.blocks[0](batch)))
+            hidden.square().mean().backward()
+            first.step()
+            self.head(self.late(hidden.detach())).square().mean().backward()
+            second.step()
+            first.zero_grad(), second.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            late = [*self.late.parameters(), *self.head.parameters()]
+            return [torch.optim.SGD(self.blocks.parameters(), 1e-4), torch.optim.SGD(late, 1e-4)]
+
+    net = Two()
+    net.automatic_optimization = False
+    monitor = FP8HealthMonitor()
+    trainer = make_trainer([monitor, Plant(Fault(8, layer, role, math.nan))], 24, precision())
+    trainer.fit(net, batches(12))
+    assert [(e.step, e.layer, e.role) for e in monitor.events] == [(8, layer, role)]
+    assert monitor._health is not None and monitor._health.count.max() == 12
+
+
 def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
     def run(steps: int, path: Path | None = None) -> FP8HealthMonitor:
         monitor = FP8HealthMonitor()
