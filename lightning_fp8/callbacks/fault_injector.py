@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_fp8.checks import check_number
+from lightning_fp8.recipes import ROLES
 from lightning_fp8.recovery import faults
 from lightning_fp8.recovery.faults import Fault, InjectedFault
 from lightning_fp8.recovery.layers import FP8Layers
@@ -24,10 +27,13 @@ class FaultInjector(Callback):
 
     Raises:
         ValueError: where a fault's settings make no sense.
+        TypeError: where one is of another type.
     """
 
     def __init__(self, faults: Iterable[Fault | Mapping[str, Any]]) -> None:
-        self.faults = [fault if isinstance(fault, Fault) else Fault(**fault) for fault in faults]
+        if isinstance(faults, (Fault, Mapping, str)) or not isinstance(faults, Iterable):
+            raise TypeError(f"faults is a list of faults, got {faults!r}.")
+        self.faults = [_fault(fault) for fault in faults]
         self._hooks: list[Any] = []
         self._planted = -1
 
@@ -96,6 +102,25 @@ class FaultInjector(Callback):
     def _due(self, trainer: pl.Trainer) -> list[Fault]:
         here = (None, trainer.global_rank)
         return [f for f in self.faults if f.step == trainer.global_step and f.rank in here]
+
+
+def _fault(given: Fault | Mapping[str, Any]) -> Fault:
+    """A fault from its fields, or itself, looked at."""
+    if not isinstance(given, (Fault, Mapping)):
+        raise TypeError(f"A fault is a Fault or a mapping with its fields, got {given!r}.")
+    values = dict(given) if isinstance(given, Mapping) else asdict(given)
+    known = {field.name: field for field in fields(Fault)}
+    if unknown := sorted(map(str, set(values) - set(known))):
+        raise ValueError(f"A fault has no field {', '.join(unknown)}: choose among {', '.join(known)}.")
+    if missing := [name for name, field in known.items() if field.default is MISSING and name not in values]:
+        raise ValueError(f"The fault {values} lacks {' and '.join(missing)}.")
+    check_number(whole=True, step=values["step"])
+    check_number(whole=True, none=True, rank=values.get("rank"), bit=values.get("bit"))
+    check_number(value=values.get("value", 0.0))
+    check_number(none=True, factor=values.get("factor"))
+    if values.get("role") not in (None, *ROLES):
+        raise ValueError(f"There is no role {values['role']!r}: choose among {', '.join(ROLES)}, or None for all.")
+    return Fault(**values)
 
 
 def _module(root: nn.Module, name: str) -> nn.Module:

@@ -435,6 +435,23 @@ def test_the_injector_refuses_what_it_cannot_plant(tmp_path):
         fit(tmp_path, [FaultInjector([Fault("amax", 0, "net.0")])], max_steps=1)
 
 
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ([{"kind": "batch", "step": 1, "at": 2}], r"no field at: choose among kind, step"),
+        ([{"kind": "batch"}], "lacks step"),
+        (["batch"], "a mapping with its fields, got 'batch'"),
+        ({"kind": "batch", "step": 1}, "a list of faults"),
+        ([{"kind": "batch", "step": "1"}], "step must be a whole number, got '1'"),
+        ([Fault("loss", 1, factor="10")], "factor must be a number"),
+        ([Fault("amax", 1, "net.0", role="inputs")], "no role 'inputs': choose among input"),
+    ],
+)
+def test_the_injector_names_wrong_fields(faults, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        FaultInjector(faults)
+
+
 def test_validation_in_between_and_a_second_fit(tmp_path):
     callback = recovery()
     injector = FaultInjector([Fault("batch", 5)])
