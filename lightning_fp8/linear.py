@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -108,9 +108,11 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         fp8: recipe, scales and statistics.
+        sees_operands: whether a call gets the layer's input and gives its output, as hooks take it to.
     """
 
     fp8: Float8State
+    sees_operands: ClassVar[bool] = True
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight^T + bias``.

@@ -150,6 +150,12 @@ class Recipe:
         """Plain values that :func:`get_recipe` turns into an equal recipe."""
         return {"name": self.name, **self.settings()}
 
+    @property
+    def label(self) -> str:
+        """The name for people to read: of a preset, where the settings include one's."""
+        mine = self.to_dict()
+        return next((preset for preset, given in _PRESETS.items() if given.items() <= mine.items()), self.name)
+
     def gemm_casts(self, gemm: Gemm) -> tuple[Cast, Cast] | None:
         """The casts of both operands of ``gemm``, or ``None`` where it runs in high precision."""
         pair = [self._cast_for(gemm, role) for role in OPERANDS_OF[gemm]]

@@ -124,9 +124,9 @@ class LayerSelection:
             against = f"smaller than min_size={self.min_size}"
         if against is None and is_lazy(layer.weight):
             return Decision(
-                name, True, f"{recipe.name}, once its sizes are known to be multiples of {recipe.size_multiple}"
+                name, True, f"{recipe.label}, once its sizes are known to be multiples of {recipe.size_multiple}"
             )
-        return Decision(name, against is None, against or recipe.name)
+        return Decision(name, against is None, against or recipe.label)
 
     def check(self, model: nn.Module) -> None:
         """Look whether the patterns fit ``model``, converted or not.

@@ -11,6 +11,7 @@ from lightning_fp8.backends.base import Backend, Support
 from lightning_fp8.backends.native import NativeBackend
 from lightning_fp8.backends.torchao import TorchaoBackend
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
+from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import Recipe
 
 _CLASSES: dict[str, type[Backend]] = {
@@ -68,8 +69,11 @@ def choose_backend(recipe: Recipe, device: torch.device) -> Choice:
     That is the native one wherever it has tensor cores for the recipe (the fastest in every table measured so far, see
     ``docs/benchmarks``). Where it would emulate, a library with kernels for the recipe is preferred, if it is there.
     """
+    hardware = Hardware.of(device)
     others = (cls() for name, cls in _CLASSES.items() if name != NativeBackend.name)
-    return choose(NativeBackend().support(recipe, device), ((other, other.support(recipe, device)) for other in others))
+    # What is installed is looked at, and imported, only where it has kernels.
+    able = (other for other in others if other.support_on(recipe, hardware).kind == "native")
+    return choose(NativeBackend().support(recipe, device), ((other, other.support(recipe, device)) for other in able))
 
 
 def choose(native: Support, others: Iterable[tuple[Backend, Support]]) -> Choice:
@@ -92,6 +96,6 @@ def check_support(backend: Backend, recipe: Recipe, device: torch.device) -> Sup
     support = backend.support(recipe, device)
     if support.kind == "refused":
         raise ValueError(
-            f"The {backend.name} backend cannot run the {recipe.name} recipe on {device.type}: {support.reason}"
+            f"The {backend.name} backend cannot run the {recipe.label} recipe on {device.type}: {support.reason}"
         )
     return support

@@ -72,9 +72,13 @@ class FusedSiLU(_HandsOn, nn.SiLU):
 class FusedFirstLinear(_HandsOn, te.TransformerEngineLinear):
     """The first linear layer of an MLP that its second one computes."""
 
+    sees_operands = False
+
 
 class FusedLinear(te.TransformerEngineLinear):
     """The last layer of a group, which computes them all."""
+
+    sees_operands = False
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole group: ``[..., in_features of the norm]`` to ``[..., out_features]``."""

@@ -15,7 +15,7 @@ from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.history import ThinnedHistory, capacity_for
-from lightning_fp8.recipes import ROLES, Cast, Recipe, get_recipe
+from lightning_fp8.recipes import ROLES, Cast, Recipe, StaticScaling, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
 from lightning_fp8.statistics import SLOT_SIZE
 from lightning_fp8.telemetry import Readout, Telemetry, history_entry, main_cast
@@ -43,7 +43,8 @@ class AmaxMonitor(LayerCallback):
         statistics_every_n_steps: optimizer steps between the extra statistics, a multiple of ``every_n_steps``;
             ``None``: never.
         what_if: recipes whose statistics are told too, as ``fp8/<layer>/<role>/<recipe>/mse``, with scales from the
-            data at hand; for layers in high precision as well.
+            data at hand (``static``: with its own); for layers in high precision as well. A second recipe of the same
+            name is called ``<recipe>_2``.
         sample_rows: statistics compare about this many rows of an operand (its scale comes from all); ``None``: all.
         start_step: first optimizer step that is looked at.
         end_step: the step before which looking ends; ``None``: never.
@@ -274,8 +275,10 @@ class OperandStatistics:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if not layer.training:
                 return
-            self._note(index, 0, args[0] if args else kwargs["input"])
             self._note(index, 1, layer.weight)  # type: ignore[arg-type]
+            if not getattr(layer, "sees_operands", True):
+                return  # It runs as one with others: what goes in and out is not its own.
+            self._note(index, 0, args[0] if args else kwargs["input"])
             if output.requires_grad:
                 output.register_hook(lambda gradient: self._note(index, 2, gradient))
 
@@ -290,8 +293,12 @@ class OperandStatistics:
         for place, cast in enumerate(casts):
             if cast is None or not fits(x.shape[-1], cast):
                 continue
-            stored = place == 0 and recipe is not None and recipe.source != "data"
-            slot = self._telemetry.slot(row, role) if stored else None
+            other = self._what_if[place - 1] if place else None
+            slot = None
+            if place == 0 and recipe is not None and recipe.source != "data":
+                slot = self._telemetry.slot(row, role)
+            elif isinstance(other, StaticScaling):
+                slot = torch.full((SLOT_SIZE,), other.scale_of(role), dtype=torch.float32, device=x.device)
             self.values[index, column, place] = cast_statistics(x, cast, slot, self._sample_rows)
 
     def scalars(self, values: Tensor) -> dict[str, float]:
@@ -300,11 +307,20 @@ class OperandStatistics:
         table = values.view(self.values.shape).tolist()
         for index, row in enumerate(self._rows):
             for column, role in enumerate(ROLES):
-                for place, prefix in enumerate(["", *(f"{recipe.name}/" for recipe in self._what_if)]):
+                for place, prefix in enumerate(["", *(f"{label}/" for label in _labels(self._what_if))]):
                     for name, value in zip(STATISTICS, table[index][column][place], strict=True):
                         if value == value:
                             scalars[f"fp8/{self._telemetry.names[row]}/{role}/{prefix}{name}"] = value
         return scalars
+
+
+def _labels(recipes: Sequence[Recipe]) -> list[str]:
+    """A name for each, none twice."""
+    names = [recipe.label for recipe in recipes]
+    return [
+        f"{name}_{number}" if (number := names[: place + 1].count(name)) > 1 else name
+        for place, name in enumerate(names)
+    ]
 
 
 def _extremes(readout: Readout) -> dict[str, float]:

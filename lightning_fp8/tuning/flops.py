@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -33,10 +33,11 @@ class Flops(NamedTuple):
 class StepFlops:
     """Counts while it is entered: forwards of a training step, their backward with them.
 
-    FP8 layers are counted by their shapes, for some backends' kernels are hidden from torch; everything else by torch's
-    own formulas (``torch.utils.flop_counter``: products, convolutions, attention without regard to a mask). Backward
-    counts twice the forward; for FP8 layers one product for each operand that takes a gradient. What is computed again
-    under activation checkpointing does not count: FLOPs are the model's.
+    FP8 layers are counted by their shapes, for some backends' kernels are hidden from torch (layers that run as one
+    with others by their weights, for what goes in and out is not their own); everything else by torch's own formulas
+    (``torch.utils.flop_counter``: products, convolutions, attention without regard to a mask). Backward counts twice
+    the forward; for FP8 layers one product for each operand that takes a gradient. What is computed again under
+    activation checkpointing does not count: FLOPs are the model's.
 
     Args:
         fp8_layers: the layers that multiply in FP8.
@@ -64,7 +65,7 @@ class StepFlops:
     def __enter__(self) -> StepFlops:
         for layer in self._layers:
             self._handles.append(layer.register_forward_pre_hook(self._enter_layer))
-            self._handles.append(layer.register_forward_hook(self._leave_layer))
+            self._handles.append(layer.register_forward_hook(self._leave_layer, with_kwargs=True))
         self._mode.__enter__()
         self._active = True
         return self
@@ -81,11 +82,14 @@ class StepFlops:
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self._before = self._mode.total
 
-    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._hidden += self._mode.total - self._before
-        x, weight = args[0], layer.weight
-        products = 1 + x.requires_grad + weight.requires_grad
-        self._fp8 += 2 * products * x.numel() * output.shape[-1]
+        x: Tensor = args[0] if args else kwargs["input"]
+        weight: Any = layer.weight
+        fused = not layer.sees_operands
+        products = 1 + (fused or x.requires_grad) + weight.requires_grad
+        sizes = weight.numel() if fused else x.shape[-1] * output.shape[-1]
+        self._fp8 += 2 * products * x.shape[:-1].numel() * sizes
 
 
 class _Counter(TorchDispatchMode):

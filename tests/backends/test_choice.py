@@ -56,9 +56,23 @@ def test_auto_prefers_a_library_over_emulation() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_auto_on_the_cpu(recipe: str) -> None:
+def test_auto_on_the_cpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(backend: object, recipe: object) -> None:
+        raise AssertionError("A library that would emulate as well need not be imported.")
+
+    monkeypatch.setattr(TorchaoBackend, "why_not_installed", look)
     assert choose_backend(get_recipe(recipe), CPU).backend == NativeBackend()
     assert resolve_backend("auto", get_recipe(recipe), CPU).backend == get_backend("auto") == NativeBackend()
+
+
+def test_a_preset_is_called_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    summary = convert(model, "rowwise_gw_hp", "native").summary()
+    assert "FP8      rowwise_gw_hp" in summary
+    assert get_recipe({"name": "rowwise_gw_hp", "margin": 1}).label == "rowwise_gw_hp"
+    assert {name: get_recipe(name).label for name in RECIPE_NAMES} == {name: name for name in RECIPE_NAMES}
+    with pytest.raises(ValueError, match="cannot run the rowwise_gw_hp recipe"):
+        convert(model, "rowwise_gw_hp", "transformer_engine")
 
 
 # --- mistakes are told when settings are given

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, StaticScaling, revert_model
 from lightning_fp8 import step as fp8_step
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend, TransformerEngineLinear
+from lightning_fp8.callbacks.amax_monitor import OperandStatistics
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import RECIPE_NAMES, BlockwiseScaling, TensorwiseScaling, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE
+from lightning_fp8.telemetry import Telemetry
+from lightning_fp8.tuning.flops import StepFlops
 from tests.backends.models import FUSE, Block, StandIn, batch, convert, mlp
 
 CPU = torch.device("cpu")
@@ -450,6 +453,27 @@ def test_fused_modules_follow_set_enabled(library: ModuleType) -> None:
     runtime.set_enabled(["mlp.0"], True)
     model(x)
     assert model.mlp[2].fp8.fused_engine is not None
+
+
+def test_flops_and_statistics_of_fused_modules(library: ModuleType) -> None:
+    """What a fused layer is called with is its group's: FLOPs are those of its own sizes, statistics of its weight."""
+    model = Block()
+    convert(model, "delayed", StandIn(fuse=FUSE))
+    layers = [model.attention, model.mlp[0], model.mlp[2]]
+    for number in range(2):  # Module by module in the first step, as one in the second.
+        x = batch(number).requires_grad_()
+        with StepFlops(layers) as counter:
+            loss = model(x).square().mean()
+        assert counter.flops == (3 * 2 * 16 * (32 * 32 + 2 * 32 * 64), 0)
+        loss.backward()
+        fp8_step(model)
+    telemetry = Telemetry.attach(model)
+    statistics = OperandStatistics(telemetry, range(3), [], None)
+    statistics.begin()
+    model(batch(2)).sum().backward()
+    statistics.end()
+    seen = ~statistics.values[:, :, 0].isnan().all(-1)
+    assert seen.tolist() == [[False, True, False]] * 3
 
 
 class _Wrong(Block):

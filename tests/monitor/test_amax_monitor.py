@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
 from lightning_fp8.formats import E4M3
-from lightning_fp8.recipes import ROLES
+from lightning_fp8.recipes import ROLES, DelayedScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -136,6 +136,15 @@ def test_statistics_change_no_bit_and_compile_nothing_again() -> None:
         trainer.fit(watched, batches(8))
     assert watched.losses == plain.losses
     assert any("late" in key and key.endswith("mse") for key in trainer.logger.lines[3])  # type: ignore[union-attr]
+
+
+def test_every_what_if_has_a_name_and_scales_of_its_own() -> None:
+    what_if = ["rowwise", "rowwise_gw_hp", "static", DelayedScaling(), DelayedScaling(margin=2)]
+    lines = fit(AmaxMonitor(1, statistics_every_n_steps=1, what_if=what_if), 1, plugin=precision()).lines[0]
+    keys = [key.split("/") for key in lines if key.startswith("fp8/late/input/") and key.endswith("/scale_inv_max")]
+    told = {key[3]: lines["/".join(key)] for key in keys if len(key) == 5}
+    assert sorted(told) == ["delayed", "delayed_2", "rowwise", "rowwise_gw_hp", "static"]
+    assert told["static"] == 1 and told["delayed_2"] == pytest.approx(4 * told["delayed"])
 
 
 def test_a_sample_of_rows_gives_about_the_same() -> None:

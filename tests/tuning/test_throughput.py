@@ -269,6 +269,13 @@ def test_layers_that_train_nothing_have_fewer_products() -> None:
     assert counter.flops.high == 0
 
 
+def test_inputs_by_keyword_count_as_well() -> None:
+    model = convert_model(nn.Linear(32, 64), layers=LayerSelection(head=True))
+    with StepFlops([model]) as counter:
+        model(input=torch.randn(16, 32))
+    assert counter.flops.fp8 == 2 * 2 * 16 * 32 * 64
+
+
 def test_peaks_are_dense_and_by_name() -> None:
     assert peak_of("NVIDIA H100 80GB HBM3") == peak_of("NVIDIA H100 80GB HBM3e")
     assert peak_of("NVIDIA H100 PCIe") != peak_of("NVIDIA H100 80GB HBM3")
