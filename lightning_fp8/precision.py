@@ -19,8 +19,9 @@ from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
 from lightning_fp8.model import Conversion, conversions, use_saved_layers
 from lightning_fp8.policy import Precision
+from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe
-from lightning_fp8.rng import gather_rng_states, restore_own_rng_state
+from lightning_fp8.rng import collect_rng_state, restore_rng_state
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.settings import FP8Settings
 from lightning_fp8.shard import shard
@@ -63,7 +64,7 @@ class TrainerPrecision:
         self._conversions: list[Conversion] = []
         self._device = torch.device("cpu")
         self._manual_optimization = False
-        self._rng_of_first_step: list[dict[str, Any]] | None = None
+        self._rng_of_first_step: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -189,7 +190,7 @@ class TrainerPrecision:
         for conversion in self._conversions:
             conversion.step()
         if self._rng_of_first_step is not None:
-            restore_own_rng_state(self._rng_of_first_step)
+            restore_rng_state(self._rng_of_first_step)
             self._rng_of_first_step = None
         with self.forward_context():
             yield
@@ -232,15 +233,24 @@ class TrainerPrecision:
     # --- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the FP8 state, the loss scale and every rank's random states under ``"lightning_fp8"``."""
-        for conversion in self._conversions:
-            # One rank's checkpoint is loaded by all.
-            conversion.runtime.share_amaxes()
+        """Add the FP8 state, the loss scale and every rank's random states under ``"lightning_fp8"``.
+
+        After an exception, which may be this rank's alone, nobody is waited for: the random states are this rank's.
+        """
+        trainer = getattr(self._module, "_trainer", None)
+        alone = trainer is not None and trainer.interrupted
+        if not alone:
+            for conversion in self._conversions:
+                # One rank's checkpoint is loaded by all.
+                conversion.runtime.share_amaxes()
+        states, rng = [conversion.state_dict() for conversion in self._conversions], collect_rng_state()
         checkpoint[CHECKPOINT_KEY] = {
-            "conversions": [conversion.state_dict() for conversion in self._conversions],
+            "conversions": states,
             "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
-            "rng": gather_rng_states(),
+            "rng": [rng] if alone else gather_from_ranks(rng),
         }
+        if not alone and any(conversion.runtime.scaling.differs_by_rank for conversion in self._conversions):
+            checkpoint[CHECKPOINT_KEY]["conversions_of_ranks"] = gather_from_ranks(states)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume the FP8 state; a checkpoint without one starts from the data's own scales."""
@@ -248,26 +258,34 @@ class TrainerPrecision:
         if state is None:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
             return
+        saved_states = own_part(state.get("conversions_of_ranks", [])) or state["conversions"]
         if self._module is not None:
-            self._refuse_other_layers_once_sharded(state["conversions"])
-            use_saved_layers(self._module, state["conversions"])
+            self._refuse_other_layers_once_sharded(saved_states)
+            use_saved_layers(self._module, saved_states)
             self._conversions = conversions(self._module)
-        if len(state["conversions"]) != len(self._conversions):
+        if len(saved_states) != len(self._conversions):
             warnings.warn(
-                f"The checkpoint holds the FP8 state of {len(state['conversions'])} converted modules, this model has "
+                f"The checkpoint holds the FP8 state of {len(saved_states)} converted modules, this model has "
                 f"{len(self._conversions)}: scales start from the data.",
                 stacklevel=2,
             )
         else:
-            for conversion, saved in zip(self._conversions, state["conversions"], strict=True):
+            for conversion, saved in zip(self._conversions, saved_states, strict=True):
                 conversion.load_state_dict(saved)
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
-        if not restore_own_rng_state(state["rng"]):
-            warnings.warn("The number of ranks changed: random states are not resumed.", stacklevel=2)
-        elif _saved_in_mid_epoch(checkpoint):
+        rng = own_part(state["rng"])
+        if rng is None:
+            warnings.warn(
+                "The number of ranks changed, or the checkpoint was written after an exception: random states are not "
+                "resumed.",
+                stacklevel=2,
+            )
+            return
+        restore_rng_state(rng)
+        if _saved_in_mid_epoch(checkpoint):
             # Making the loader's iterator draws numbers that the uninterrupted run did not draw here.
-            self._rng_of_first_step = state["rng"]
+            self._rng_of_first_step = rng
 
     def _refuse_other_layers_once_sharded(self, saved: list[dict[str, Any]]) -> None:
         """Sharded strategies load a checkpoint when it is too late to convert other layers.

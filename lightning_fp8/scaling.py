@@ -85,6 +85,11 @@ class ScalingState:
         if isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
             reduce_amax(self.table.amax, group)
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether each rank takes its scales from a history of its own."""
+        return isinstance(self.recipe, DelayedScaling) and not self.recipe.reduce_amax
+
     def discard(self, rejected: Tensor | bool = True) -> None:
         """Forget the window's amaxes, as if the step had not run.
 

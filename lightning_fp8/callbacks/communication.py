@@ -182,10 +182,10 @@ class FP8Communication(Callback):
         self._optimizer_hooks = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Error feedback and the place in the stochastic rounding; every rank must call."""
+        """Error feedback and the place in the stochastic rounding; every rank must call, but after an exception."""
         if self._gradients is None or self._module is None:
             return {}
-        if self.error_feedback:
+        if self.error_feedback and not self._module.trainer.interrupted:
             self._gradients.average_residuals()
         return self._gradients.state_dict(self._module.named_parameters())
 

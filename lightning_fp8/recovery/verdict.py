@@ -375,7 +375,7 @@ class Judge:
 
 
 def for_message(values: Tensor) -> Tensor:
-    """What of fp32 ``values`` a maximum over ranks may be taken: Inf of either sign is the largest number, NaN is Inf."""
+    """fp32 ``values`` of which a maximum over ranks may be taken: Inf of either sign is the largest number, NaN Inf."""
     return values.nan_to_num(nan=math.inf, posinf=_INF, neginf=_INF)
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -34,7 +35,7 @@ from trainer_models import (
     plugin,
 )
 
-from lightning_fp8 import DelayedScaling
+from lightning_fp8 import DelayedScaling, FP8Communication, SkipBatchRecovery
 from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE
 
@@ -62,10 +63,18 @@ def trainer_of(precision: Any = None, find_unused: bool = False, **kwargs: Any) 
     return make_trainer(precision, devices=WORLD, strategy=strategy, **kwargs)
 
 
-def fit(model: Any, precision: Any = None, *, data: Any = None, find_unused: bool = False, **kwargs: Any) -> Any:
+def fit(
+    model: Any,
+    precision: Any = None,
+    *,
+    data: Any = None,
+    find_unused: bool = False,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
+) -> Any:
     trainer = trainer_of(precision, find_unused, **kwargs)
     torch.manual_seed(7 + rank())
-    trainer.fit(model, data if data is not None else loader(48))
+    trainer.fit(model, data if data is not None else loader(48), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -248,10 +257,11 @@ def check_resume_is_bit_identical(folder: Path) -> None:
     runs: list[tuple[Any, tuple[int, ...]]] = [
         (DelayedScaling(amax_history_len=3), (4, 6)),
         (DelayedScaling(amax_history_len=3, smoothing=0.5), (1, 8)),
+        (DelayedScaling(amax_history_len=3, reduce_amax=False), (5,)),
         ("rowwise", (7,)),
     ]
-    for recipe, steps in runs:
-        name = f"{getattr(recipe, 'smoothing', recipe)}"
+    for number, (recipe, steps) in enumerate(runs):
+        name = f"run-{number}"
 
         def once(path: Path, resume: Any = None, recipe: Any = recipe) -> Any:
             model = Net()
@@ -273,6 +283,9 @@ def check_resume_is_bit_identical(folder: Path) -> None:
             assert len(again.losses) == 12 - step
             assert_same(model.losses[step:], again.losses, f"losses after {step}, {name}")
             assert_same(dict(model.state_dict()), dict(again.state_dict()), f"weights after {step}, {name}")
+            if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+                one, other = gathered(fp8_state(resumed)["runtime"]["history"])
+                assert differs(one, other), "each rank has a history of its own"
             if recipe != "rowwise":  # There amaxes are for people to read, and rank 0's are kept.
                 assert_same(fp8_state(whole), fp8_state(resumed), f"fp8 after {step}, {name}")
 
@@ -292,6 +305,42 @@ def check_resume_inside_an_accumulation_window_keeps_all_ranks_amaxes(folder: Pa
     saved = torch.load(folder / "window.ckpt", weights_only=True)["lightning_fp8"]["conversions"][0]
     largest = torch.stack(gathered(save.own)).amax(0)
     assert_same(saved["runtime"]["table"]["data"][..., AMAX].contiguous(), largest, "amaxes of the window")
+
+
+def check_one_rank_alone_saves_after_an_exception(folder: Path) -> None:
+    """As ``OnExceptionCheckpoint`` asks for, on whichever rank raises: no other rank is waited for."""
+
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                raise RuntimeError(f"rank {rank()} fails")
+            return super().training_step(batch, batch_idx)
+
+    class NoBarrier(DDPStrategy):
+        """Lightning's own wait after a save is beside the point."""
+
+        def barrier(self, name: str | None = None) -> None:
+            if name != "Trainer.save_checkpoint":
+                super().barrier(name)
+
+    recovery = SkipBatchRecovery(log=None)
+    communication = FP8Communication(min_numel=0, error_feedback=True)
+    saver = [OnExceptionCheckpoint(folder)] if rank() == 0 else []
+    trainer = make_trainer(
+        devices=WORLD,
+        strategy=NoBarrier(process_group_backend="gloo"),
+        callbacks=[recovery, communication, *saver],
+        enable_checkpointing=bool(saver),
+    )
+    with pytest.raises(RuntimeError, match=f"rank {rank()} fails"):
+        trainer.fit(Fails(), loader(48))
+    dist.barrier()
+    checkpoint = torch.load(folder / "on_exception.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 3 and checkpoint["callbacks"]["FP8Communication"]["residuals"]
+    model = Net()
+    with pytest.warns(UserWarning, match="after an exception"):
+        fit(model, max_epochs=2, max_steps=6, ckpt_path=folder / "on_exception.ckpt")
+    assert len(model.losses) == 3
 
 
 def check_another_number_of_ranks_is_warned_of(folder: Path) -> None:
@@ -320,8 +369,9 @@ def check_validation_and_prediction(folder: Path) -> None:
     assert trainer.precision_plugin.conversions[0].converted == ["body.0", "body.3"]
 
 
-def check_fabric(folder: Path) -> None:
-    precision = FabricFP8Precision(DelayedScaling(amax_history_len=8))
+def trained_in_fabric(recipe: DelayedScaling) -> tuple[FabricFP8Precision, list[int], nn.Module]:
+    """The precision, the reductions that it made, and the model, with which its conversions live."""
+    precision = FabricFP8Precision(recipe)
     strategy = FabricDDPStrategy(process_group_backend="gloo")
     fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy, plugins=[precision])
     fabric.launch()
@@ -336,9 +386,23 @@ def check_fabric(folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert_ranks_agree([p.detach() for p in raw.parameters()], "weights")
+    return precision, sizes, raw
+
+
+def check_fabric(folder: Path) -> None:
+    precision, sizes, model = trained_in_fabric(DelayedScaling(amax_history_len=8))
     assert sizes == [2 * 3] * 5, sizes
     # Any rank's state stands for all of them.
+    assert len(precision.conversions) == 1
     assert_ranks_agree(precision.state_dict(), "fp8")
+    precision, sizes, model = trained_in_fabric(DelayedScaling(amax_history_len=8, reduce_amax=False))
+    assert sizes == []
+    everybodys, own = precision.state_dict(), precision.conversions[0].state_dict()
+    assert_ranks_agree(everybodys["conversions_of_ranks"], "all ranks' states")
+    again, _, other = trained_in_fabric(DelayedScaling(amax_history_len=8, reduce_amax=False))
+    again.load_state_dict(gathered(everybodys)[0])
+    assert_same(again.conversions[0].state_dict(), own, "resumed")
+    assert model is not other
 
 
 CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
