@@ -50,12 +50,13 @@ class _CastMetric(Metric):
         """Cast a tensor and count.
 
         Args:
-            x: ``[..., columns]``, fp32, bf16 or fp16.
+            x: ``[..., columns]`` or a scalar, fp32, bf16 or fp16.
             scale: of a tensorwise cast, fp32 scalar, as delayed scaling knows it before the data; ``None``: from ``x``.
 
         Raises:
             ValueError: the columns don't fit the cast's blocks, or a scale is given where each block has its own.
         """
+        x = torch.atleast_1d(x)
         if not fits(x.shape[-1], self.cast):
             raise ValueError(f"{x.shape[-1]} columns are not a multiple of the blocks of {self.cast}.")
         slot = None

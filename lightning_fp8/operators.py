@@ -59,7 +59,7 @@ def _scaled_linear_op(
 ) -> Tensor:
     """``x @ weight^T + bias`` in FP8, scaled from the data; a public operator, see ``docs/operators.md``."""
     casts = _casts_from(recipe)
-    _check_operands(x, weight, bias, casts)
+    _check_operands(x, weight, bias, casts, out_dtype)
     y = ScaledLinear.apply(x.reshape(-1, x.shape[-1]), weight, None, casts, out_dtype or x.dtype, False)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.clone(memory_format=torch.contiguous_format).view(*x.shape[:-1], weight.shape[0])
@@ -73,13 +73,18 @@ def _(
     recipe: str = "tensorwise",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    _check_operands(x, weight, bias, _casts_from(recipe))
+    _check_operands(x, weight, bias, _casts_from(recipe), out_dtype)
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
 
 
-def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, casts: LinearCasts) -> None:
-    if not {x.dtype, weight.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+def _check_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: LinearCasts, out_dtype: torch.dtype | None
+) -> None:
+    known = {torch.float32, torch.bfloat16, torch.float16}
+    if not {x.dtype, weight.dtype} <= known:
         raise ValueError(f"scaled_linear takes x and weight in fp32, bf16 or fp16, got {x.dtype} and {weight.dtype}.")
+    if out_dtype is not None and out_dtype not in known:
+        raise ValueError(f"out_dtype must be fp32, bf16 or fp16, got {out_dtype}.")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"scaled_linear takes x [..., in] and weight [out, in], got {tuple(x.shape)} and {tuple(weight.shape)}."

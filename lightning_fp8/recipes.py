@@ -110,14 +110,28 @@ class Cast:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Cast | None:
-        """The inverse of ``str(cast)``; the empty string is no cast. Custom operators carry casts as strings."""
+        """The inverse of ``str(cast)``; the empty string is no cast. Custom operators carry casts as strings.
+
+        Raises:
+            ValueError: a word is unknown.
+        """
         if not text:
             return None
-        name, granularity, *options = text.split("/")
+        name, _, rest = text.partition("/")
+        granularity, *options = rest.split("/")
         if granularity not in SIZE_MULTIPLE:
-            raise ValueError(f"Unknown granularity {granularity!r}: choose one of {', '.join(SIZE_MULTIPLE)}.")
-        numbers = {key: float(value) for key, value in (option.split("=") for option in options if "=" in option)}
-        return Cast(get_format(name), granularity, "pow2" in options, **numbers)  # type: ignore[arg-type]
+            raise ValueError(
+                f"Unknown granularity {granularity!r} in {text!r}: a cast is written as e4m3/rowwise; choose one of "
+                f"{', '.join(SIZE_MULTIPLE)}."
+            )
+        settings: dict[str, Any] = {"power_of_two": "pow2" in options}
+        for option in options:
+            key, _, value = option.partition("=")
+            if option != "pow2":
+                if key not in ("margin", "max_scale"):
+                    raise ValueError(f"Unknown option {option!r} in {text!r}: choose pow2, margin= or max_scale=.")
+                settings[key] = float(value)
+        return Cast(get_format(name), granularity, **settings)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

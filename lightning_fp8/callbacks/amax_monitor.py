@@ -117,6 +117,13 @@ class AmaxMonitor(LayerCallback):
         self._readings = 0
         self._undrawn: tuple[Readout, int] | None = None
 
+    @property
+    def state_key(self) -> str:
+        # Several may look at different layers, or at different steps.
+        layers = (self.layers,) if isinstance(self.layers, str) else self.layers and tuple(self.layers)
+        statistics = self.statistics_every_n_steps
+        return self._generate_state_key(layers=layers, every_n_steps=self.every_n_steps, statistics=statistics)
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)
         self._names = [telemetry.names[row] for row in self._rows]

@@ -127,5 +127,7 @@ def test_mistakes_in_dtype_and_bias() -> None:
     x, weight = torch.randn(4, 128), torch.randn(256, 128)
     with pytest.raises(ValueError, match="fp32, bf16 or fp16, got"):
         torch.ops.lightning_fp8.scaled_linear(x.long(), weight)
+    with pytest.raises(ValueError, match="out_dtype must be"):
+        torch.ops.lightning_fp8.scaled_linear(x, weight, None, "rowwise", torch.int8)
     with pytest.raises(ValueError, match=r"bias must be \[out\] = \[256\]"):
         torch.ops.lightning_fp8.scaled_linear(x, weight, torch.zeros(3))

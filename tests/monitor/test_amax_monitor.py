@@ -203,6 +203,23 @@ def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
     assert torch.equal(first["values"].nan_to_num(), second["values"].nan_to_num())
 
 
+def test_several_side_by_side(tmp_path: Path) -> None:
+    def run(steps: int, path: Path | None = None) -> tuple[list[int], list[int], Keep]:
+        all_layers, some = AmaxMonitor(2, picture_every=None), AmaxMonitor(1, layers="late", statistics_every_n_steps=3)
+        keep = Keep()
+        trainer = make_trainer([all_layers, some], steps, precision(), logger=keep)
+        trainer.fit(Net(), batches(20), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        assert all_layers.history is not None and some.history is not None
+        return all_layers.history.steps.tolist(), some.history.steps.tolist(), keep
+
+    first, second, keep = run(6)
+    assert (first, second) == ([0, 2, 4], [0, 1, 2, 3, 4, 5])
+    assert "fp8/head/input/amax" not in keep.lines[1] and "fp8/late/input/mse" in keep.lines[3]
+    first, second, _ = run(8, tmp_path / "a.ckpt")
+    assert (first, second) == ([0, 2, 4, 6], list(range(8)))
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

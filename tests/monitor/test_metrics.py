@@ -65,6 +65,13 @@ def test_a_cast_object_does_as_well_as_its_words() -> None:
     assert first.compute() == second.compute()
 
 
+def test_a_scalar_is_a_tensor_too() -> None:
+    rate = SaturationRate()
+    rate.update(torch.tensor(500.0), scale=1.0)
+    rate.update(torch.tensor(400.0), scale=1.0)
+    assert rate.compute() == 50
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_amax_propagates_what_is_not_finite(bad: float) -> None:
     metric = Amax()
@@ -80,6 +87,8 @@ def test_amax_propagates_what_is_not_finite(bad: float) -> None:
     [
         (lambda: UnderflowRate("e3m4/rowwise"), None, "e3m4"),
         (lambda: UnderflowRate("e4m3/diagonal"), None, "diagonal"),
+        (lambda: UnderflowRate("e4m3"), None, "a cast is written as e4m3/rowwise"),
+        (lambda: UnderflowRate("e4m3/rowwise/pow3"), None, "Unknown option 'pow3'"),
         (lambda: UnderflowRate(""), None, "Give a cast"),
         (lambda: UnderflowRate("e4m3/1x128"), lambda m: m.update(torch.ones(2, 100)), "multiple"),
         (lambda: UnderflowRate("e4m3/rowwise"), lambda m: m.update(torch.ones(2, 16), 1.0), "give none"),
