@@ -74,17 +74,20 @@ def test_a_jump_is_reported(role: str, layer: str, backend: str, recipe: str) ->
     assert event.amax == pytest.approx(4 * event.reference, rel=0.05)
 
 
-def test_a_clean_run_and_a_slow_drift_report_nothing() -> None:
+@pytest.mark.parametrize(("backend", "recipe"), [("native", "delayed"), ("torchao", "rowwise")])
+def test_a_clean_run_and_a_slow_drift_report_nothing(backend: str, recipe: str) -> None:
     class Drift(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-            batch.mul_(1.03)
+            batch.mul_(1.03**index)
 
     monitor = FP8HealthMonitor("raise")
-    fit(Drift(), monitor, steps=40, plugin=precision(), model=Net(lr=0.0))
+    fit(Drift(), monitor, steps=40, plugin=precision(recipe, backend=needs(backend)), model=Net(lr=0.0))
     assert monitor.events == []
     health = monitor._health
     assert health is not None and (health.count == 40).all()
-    assert health.ring[0, 0].max() > 2 * health.ring[0, 1].max()  # It did drift.
+    first = next(iter(batches(1))).abs().max()
+    row = monitor._names.index(FIRST)
+    assert health.ring[row, 0].max() > 3 * first  # It did drift.
 
 
 def test_the_order_of_execution_is_seen() -> None:
@@ -283,6 +286,13 @@ def test_the_progress_bar_shows_the_worst_layer() -> None:
     fit(FP8HealthMonitor(), bar, steps=4, plugin=precision(), enable_progress_bar=True)
     assert "fp8_headroom" in bar.trainer.progress_bar_metrics
     assert any(f"{name}/{role}" in descriptions[-1] for name in EXECUTED for role in ROLES)
+
+
+def test_the_progress_bar_shows_skipped_steps() -> None:
+    recovery = SkipBatchRecovery(rewinds=0, snapshot_every=None, log=None)
+    plant = Plant(Fault(2, MIDDLE, "input", math.nan), keep_gradients=True)
+    trainer = fit(FP8HealthMonitor("ignore"), recovery, plant, steps=6, plugin=precision(), enable_progress_bar=True)
+    assert trainer.progress_bar_metrics["skipped"] == 1
 
 
 def test_events_are_bounded() -> None:

@@ -66,10 +66,32 @@ def test_no_step_waits_for_the_device(plugin: str | None, tmp_path: Path) -> Non
     assert (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize(("backend", "recipe"), [("native", "delayed"), ("transformer_engine", "delayed")])
+BACKENDS = [("native", "delayed"), ("torchao", "rowwise"), ("transformer_engine", "delayed")]
+
+
+def need(backend: str) -> None:
+    if backend != "native":
+        pytest.importorskip({"torchao": "torchao", "transformer_engine": "transformer_engine.pytorch"}[backend])
+
+
+@pytest.mark.parametrize(("backend", "recipe"), BACKENDS)
+def test_a_slow_drift_reports_nothing(backend: str, recipe: str) -> None:
+    need(backend)
+
+    class Drift(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Tensor, index: int) -> None:
+            batch.mul_(1.03**index)
+
+    monitor = FP8HealthMonitor("raise")
+    make_trainer([Drift(), monitor], 40, precision(recipe, backend=backend), accelerator="gpu").fit(
+        Net(lr=0.0), OnDevice(40)
+    )
+    assert monitor.events == []
+
+
+@pytest.mark.parametrize(("backend", "recipe"), BACKENDS)
 def test_planted_faults_are_named(backend: str, recipe: str) -> None:
-    if backend == "transformer_engine":
-        pytest.importorskip("transformer_engine.pytorch")
+    need(backend)
     faults = [Fault(2 + 2 * n, "late", role, math.nan) for n, role in enumerate(ROLES)]
     faults.append(Fault(22, "late", "input", factor=4.0))
     monitor = FP8HealthMonitor("log")
