@@ -18,6 +18,7 @@ class CaughtSteps:
 
     On one device a step that gave up returns None, and Lightning runs no backward. On several ranks the others are
     about to reduce their gradients, so this rank joins them with a loss that is NaN on the path to every parameter.
+    Where it cannot, for the steps are the user's own or the model is sharded, an error names the rank.
 
     Args:
         trainer: whose strategy runs the steps.
@@ -36,19 +37,22 @@ class CaughtSteps:
             except SkipBatchException as exception:
                 self.left_out(str(exception) or "SkipBatchException")
                 return self._nothing()
-            if output is None and self._others_wait():
+            if output is None and self.module.automatic_optimization and self.trainer.world_size > 1:
                 self.left_out("training_step returned None")
                 return self._nothing()
             return output
 
         return training_step
 
-    def _others_wait(self) -> bool:
-        return self.trainer.world_size > 1 and self.module.automatic_optimization
-
     def _nothing(self) -> Tensor | None:
-        if not self._others_wait():
+        if self.trainer.world_size == 1:
             return None
+        if not self.module.automatic_optimization:
+            raise RuntimeError(
+                f"training_step gave up its batch on rank {self.trainer.global_rank}, while the others wait for its "
+                "gradients: in manual optimization give recovery.reject(loss) to manual_backward instead, which keeps "
+                "this rank in step."
+            )
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if any(hasattr(p, "to_local") for p in parameters) or "FSDP" in type(self.trainer.strategy).__name__:
             raise RuntimeError(

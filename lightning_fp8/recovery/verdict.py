@@ -208,9 +208,9 @@ class Layout:
         losses, batches, operands, rejections, norms, amaxes, jumps = self.split(message)
         codes = list(enumerate(rejections.tolist()))
         culprits = [
-            Culprit("no_loss" if code == NO_LOSS else "rejected", "loss", "loss", math.nan, (rank,))
-            for rank, code in codes
-            if code in (REJECTED, NO_LOSS)
+            Culprit(what, "loss", "loss", math.nan, who)
+            for what, given in (("rejected", REJECTED), ("no_loss", NO_LOSS))
+            if (who := tuple(rank for rank, code in codes if code == given))
         ]
         ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
         by_layer = amaxes.view(-1, len(ROLES))

@@ -45,6 +45,35 @@ def weights_gathered_in_fp8_change_no_result(rank: int, world: int) -> None:
         assert torch.equal(statistics(plain), statistics(fp8)), recipe
 
 
+def shards_may_be_empty(rank: int, world: int) -> None:
+    # 16 rows on 5 ranks: the last has none. Biases of one value are on the first only.
+    def model(**options) -> nn.Module:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 1))
+        return sharded(layers, layers=LayerSelection(), blocks=["0", "2"], **options)
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            lightning_fp8.step(model)
+            found.append(loss.item())
+        return found
+
+    plain, fp8, both = model(), model(param="fp8"), model(param="fp8", grad="fp8")
+    assert len(fp8_layers(fp8)) == 2
+    assert (fp8_layers(fp8)[1].weight.to_local().numel() == 0) == (rank == 4)
+    expected = losses(plain)
+    assert losses(fp8) == expected
+    assert_same_weights(plain, fp8)
+    assert losses(both) == pytest.approx(expected, rel=0.05)
+
+
 def so_do_weights_gathered_under_other_settings(rank: int, world: int) -> None:
     fp32 = MixedPrecisionPolicy()
     for options in (

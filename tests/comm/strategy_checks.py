@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
-from lightning_fp8.callbacks.recovery import SkipBatchRecovery
+from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.linear import Float8Linear
@@ -294,6 +294,23 @@ def recovery_surrounds_sharded_steps(rank: int, world: int) -> None:
         assert len(watched.losses) == 4 and torch.stack(watched.losses).isfinite().all()
 
 
+def giving_up_where_others_wait_is_an_error(rank: int, world: int) -> None:
+    class GivesUp(Sharded):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise SkipBatchException("bad data")
+
+    class ByHand(Module):
+        automatic_optimization = False
+        training_step = GivesUp.training_step
+
+    for model, strategy, remedy in (
+        (GivesUp({}), model_parallel(), r"return recovery\.reject\(loss\)"),
+        (ByHand(), ddp(), r"recovery\.reject\(loss\) to manual_backward"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"gave up its batch on rank {rank}.*{remedy}"):
+            fit(model, strategy, callbacks=[SkipBatchRecovery(log=None)])
+
+
 def unconverted_shards_are_refused(rank: int, world: int) -> None:
     class ByHand(Module):
         def configure_model(self) -> None:
@@ -333,6 +350,7 @@ CHECKS = [
     true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
     recovery_surrounds_sharded_steps,
+    giving_up_where_others_wait_is_an_error,
     unconverted_shards_are_refused,
     what_cannot_be_is_refused,
 ]

@@ -36,7 +36,7 @@ UNEVEN = [
 
 # One rank gathers nothing, which must not leave the scales waiting.
 ALONE = [fsdp_checks.weights_gathered_in_fp8_change_no_result, fsdp_checks.evaluation_scales_from_the_data]
-CASES = [(1, check) for check in ALONE] + [(3, check) for check in UNEVEN]
+CASES = [(1, check) for check in ALONE] + [(3, check) for check in UNEVEN] + [(5, fsdp_checks.shards_may_be_empty)]
 CASES += [(2, check) for check in CHECKS] + [(4, check) for check in GRIDS]
 
 

@@ -204,6 +204,14 @@ def test_rejection_by_the_user_is_deliberate():
     assert judge(make_judge(), 1.0, [1.0, 1.0], rejected=2)[1].culprits[0].what == "no_loss"
 
 
+def test_all_ranks_that_reject_are_named():
+    layout = Layout(["p"], ranks=3)
+    message = torch.zeros(sum(layout.sizes))
+    layout.split(message)[3].copy_(torch.tensor([2.0, 1.0, 1.0]))
+    finding = layout.findings(message, torch.zeros(2), Thresholds())
+    assert [(c.what, c.ranks) for c in finding.culprits] == [("rejected", (1, 2)), ("no_loss", (0,))]
+
+
 def test_overflow_of_a_scaled_loss_is_told_from_a_fault():
     judge_ = make_judge()
     judge(judge_, 1.0, [INF, 1.0])
