@@ -18,6 +18,12 @@ def capacity_for(shape: Sequence[int], wished: int) -> int:
     return max(2, min(wished, _MAX_VALUES // max(1, math.prod(shape)))) // 2 * 2
 
 
+def rows_of(names: Sequence[str], there: Sequence[str]) -> list[int | None]:
+    """For each of ``names`` its place in ``there``; ``None`` where it is not."""
+    places = {name: place for place, name in enumerate(there)}
+    return [places.get(name) for name in names]
+
+
 class ThinnedHistory:
     """Readings over steps; when it is full, every second goes and from then on only every second comes in.
 
@@ -79,11 +85,20 @@ class ThinnedHistory:
             "values": self.values.clone(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on; a history of another shape or capacity starts anew."""
-        length = len(state["steps"])
-        if state["values"].shape[1:] != self._values.shape[1:] or length > self.capacity:
+    def load_state_dict(self, state: dict[str, Any], rows: Sequence[int | None] | None = None) -> None:
+        """Go on; a history of another shape or capacity starts anew.
+
+        Args:
+            state: as :meth:`state_dict` gave it.
+            rows: for each row of a reading (its first dimension) the row there, ``None`` where there is none; by
+                default rows are the same.
+        """
+        length, values = len(state["steps"]), state["values"]
+        if rows is not None:
+            absent = torch.full((length, 1, *values.shape[2:]), torch.nan)
+            values = torch.cat((values, absent), 1)[:, [-1 if row is None else row for row in rows]]
+        if values.shape[1:] != self._values.shape[1:] or length > self.capacity:
             return
         self.stride, self._offered, self._length = int(state["stride"]), int(state["offered"]), length
         self._steps[:length] = state["steps"]
-        self._values[:length] = state["values"]
+        self._values[:length] = values

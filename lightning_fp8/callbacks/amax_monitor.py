@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.checks import check_flag, check_number
-from lightning_fp8.history import ThinnedHistory, capacity_for
+from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
 from lightning_fp8.recipes import ROLES, Cast, Recipe, StaticScaling, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
 from lightning_fp8.statistics import SLOT_SIZE
@@ -234,9 +234,8 @@ class AmaxMonitor(LayerCallback):
         return {"names": list(self._names), "history": self.history.state_dict()}
 
     def _load(self, state: dict[str, Any]) -> None:
-        # The history of other layers would stand in the wrong rows.
-        if self.history is not None and state["names"] == self._names:
-            self.history.load_state_dict(state["history"])
+        if self.history is not None:
+            self.history.load_state_dict(state["history"], rows_of(self._names, state["names"]))
 
 
 class OperandStatistics:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.callbacks._progress import show_worst_layer, skipped_steps
 from lightning_fp8.health import KINDS, Health, HealthEvent, HealthLimits, Kind, Reading
+from lightning_fp8.history import rows_of
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import AMAX, SCALE, SLOT_SIZE
 from lightning_fp8.telemetry import Telemetry
@@ -224,8 +225,7 @@ class FP8HealthMonitor(LayerCallback):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        rows = {name: row for row, name in enumerate(state["names"])}
-        self._running().load_state_dict(state["health"], [rows.get(name) for name in self._names])
+        self._running().load_state_dict(state["health"], rows_of(self._names, state["names"]))
         self.events = [HealthEvent.from_dict(values) for values in state["events"]]
         self.counts = Counter(state["counts"])
         nonfinite = [event for event in self.events if event.kind == "nonfinite"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number
 from lightning_fp8.health import HealthEvent
-from lightning_fp8.history import ThinnedHistory, capacity_for
+from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
 from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.report.page import Event, Maps, Operand, Page, Series
 from lightning_fp8.statistics import SLOT_SIZE
@@ -218,8 +218,8 @@ class FP8Report(LayerCallback):
 
     def _load(self, state: dict[str, Any]) -> None:
         self._curves.load_state_dict(state["curves"])
-        if self._layers is not None and state["names"] == self._names:
-            self._layers.load_state_dict(state["layers"])
+        if self._layers is not None:
+            self._layers.load_state_dict(state["layers"], rows_of(self._names, state["names"]))
 
 
 def _others(trainer: pl.Trainer) -> list[LayerCallback]:

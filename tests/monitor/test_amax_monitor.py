@@ -15,6 +15,7 @@ from monitor_models import Net, batches, make_trainer, precision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from lightning_fp8 import FP8Precision, LayerSelection
 from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
 from lightning_fp8.formats import E4M3
 from lightning_fp8.recipes import ROLES, DelayedScaling
@@ -201,6 +202,22 @@ def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
     first, second = whole.state_dict()["history"], resumed.state_dict()["history"]
     assert torch.equal(first["steps"], second["steps"])
     assert torch.equal(first["values"].nan_to_num(), second["values"].nan_to_num())
+
+
+def test_the_history_follows_its_layers_where_others_are_in_fp8(tmp_path: Path) -> None:
+    """FP8 layers come first: with another selection the same layers stand in other rows."""
+    first = AmaxMonitor(1)
+    trainer = make_trainer([first], 3)
+    trainer.fit(Net(), batches(3))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    second = AmaxMonitor(1)
+    plugin = FP8Precision(layers=LayerSelection(include=["blocks.1"]))
+    make_trainer([second], 4, plugin).fit(Net(), batches(8), ckpt_path=tmp_path / "a.ckpt")
+    assert second._names[0] == "blocks.1" != first._names[0]
+    assert first.history is not None and second.history is not None and second.history.steps.tolist() == [0, 1, 2, 3]
+    for name in first._names:
+        before, after = first.history.values[:, first._names.index(name)], second.history.values
+        assert torch.equal(after[:3, second._names.index(name), :, 0], before[..., 0])
 
 
 def test_several_side_by_side(tmp_path: Path) -> None:
