@@ -24,7 +24,8 @@ _KEY = "lightning_fp8"
 _CLAMPED = -(2.0**-6)
 #: The last amax is at risk of outgrowing its scale at this factor over the median of its history.
 _GROWING = 3.0
-#: Powers of two that the last amax may lie below the largest one that its scale follows, before small values vanish.
+#: Powers of two that the last amax may lie below the largest one that its scale follows, or that its format has, before
+#: small values vanish.
 _STALE = 8.0
 
 
@@ -229,12 +230,12 @@ def _risks(recipe: Recipe, role: Role, amax: float, scale: float, headroom: floa
     cast = main_cast(recipe, role)
     if cast is not None and scale >= cast.max_scale:
         risks.append("the scale stands at its cap")
-    if past.numel():
-        median, largest = float(past.median()), float(past.max())
-        if amax > _GROWING * median:
-            risks.append(f"amax is {amax / median:.3g} times its median")
-        if 0 < amax < largest * 2**-_STALE:
-            risks.append("the scale follows an amax long past, small values may vanish")
+    if past.numel() and amax > _GROWING * (median := float(past.median())):
+        risks.append(f"amax is {amax / median:.3g} times its median")
+    if past.numel() and 0 < amax < float(past.max()) * 2**-_STALE:
+        risks.append("the scale follows an amax long past, small values may vanish")
+    elif headroom > _STALE:
+        risks.append(f"{headroom:.0f} powers of two lie unused above it, small values may vanish")
     return tuple(risks)
 
 

@@ -67,6 +67,14 @@ def test_a_scale_at_its_cap_and_a_stale_one(tmp_path: Path) -> None:
     assert any("long past" in risk for risk in gradient.risks)
 
 
+def test_scales_far_too_small(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 3, precision("static"))
+    rows = inspect_checkpoint(tmp_path / "a.ckpt").rows
+    gradient = row(rows, "late", "grad_output")
+    assert gradient.risks == (f"{gradient.headroom:.0f} powers of two lie unused above it, small values may vanish",)
+    assert not row(rows, "blocks.0", "input").risks
+
+
 def test_events_of_the_health_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "a.ckpt", 5, precision(), FP8HealthMonitor(), Plant(Fault(2, "late", "input", math.nan)))
     assert main([str(tmp_path / "a.ckpt")]) == 0
