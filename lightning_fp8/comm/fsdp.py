@@ -73,7 +73,8 @@ def communicate_fsdp_in_fp8(
     if not modules:
         raise ValueError(
             f"{type(model).__name__} is not sharded by FSDP2: call lightning_fp8.shard(module, mesh) or "
-            "torch.distributed.fsdp.fully_shard first, inside configure_model."
+            "torch.distributed.fsdp.fully_shard first, inside configure_model. (Tensor-parallel styles alone send FP8 "
+            "by themselves.)"
         )
     layers = _gatherable(model) if param else []
     if param and not layers:

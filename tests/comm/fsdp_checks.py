@@ -277,6 +277,7 @@ def replicas_of_shards_work(rank: int, world: int) -> None:
     plain, fp8 = sharded(mesh=mesh), sharded(mesh=mesh, param="fp8")
     assert train(plain) == train(fp8)
     assert_same_weights(plain, fp8)
+    assert communicate_fsdp_in_fp8(fp8).replicated and not communicate_fsdp_in_fp8(sharded()).replicated
     line, both = sharded(), sharded(mesh=mesh, grad="fp8")
     for model in (line, both):
         loss_of(model, batch(0, rank)).backward()
