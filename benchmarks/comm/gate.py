@@ -136,6 +136,7 @@ def train(kind: Kind, seed: int, settings: argparse.Namespace) -> tuple[Run, str
 def runs_of(name: str, seeds: int, settings: argparse.Namespace) -> list[tuple[Run, str]]:
     """The runs of a kind, those that are kept already not trained again."""
     file = settings.runs / f"{name}.json"
+    dist.barrier()  # Rank 0 has written.
     kept = json.loads(file.read_text()) if file.exists() else []
     dist.barrier()  # All ranks have looked before rank 0 writes.
     runs = [(Run(**run), summary) for run, summary in kept]
