@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
 from lightning_fp8.comm.ddp import FP8GradientState, fp8_gradient_hook
@@ -46,7 +47,8 @@ class FP8Communication(Callback):
         error_feedback: keep what rounding takes from a gradient and add it to the next one; under DDP only.
 
     Raises:
-        ValueError: a setting is unknown; on setup, if the strategy cannot do what was asked.
+        TypeError: a setting is of the wrong type.
+        ValueError: one is unknown; on setup, if the strategy cannot do what was asked.
 
     Attributes:
         grad_traffic: what gradients put on the wire.
@@ -68,6 +70,9 @@ class FP8Communication(Callback):
                 raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
         if grad == param == "bf16":
             raise ValueError("With grad='bf16' and param='bf16' nothing goes in FP8: leave FP8Communication out.")
+        check_number(whole=True, none=True, min_numel=min_numel)
+        check_number(whole=True, block=block)
+        check_flag(stochastic=stochastic, error_feedback=error_feedback)
         if min_numel is not None and min_numel < 0:
             raise ValueError(f"min_numel must not be negative, got {min_numel}.")
         if error_feedback and grad != "fp8":

@@ -21,6 +21,7 @@ from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scale
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
@@ -65,7 +66,8 @@ class SkipBatchRecovery(Callback):
         log: path of the event log; ``"auto"``: ``recovery.jsonl`` in the Trainer's log directory; None: none.
 
     Raises:
-        ValueError: where a setting makes no sense, or settings contradict each other.
+        TypeError: where a setting is of the wrong type.
+        ValueError: where one makes no sense, or settings contradict each other.
     """
 
     def __init__(
@@ -92,6 +94,10 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         self.thresholds = Thresholds(spike, window, warmup, floor, amax_jump)
         self.ladder = Ladder(LadderSettings(skips, fallbacks, fallback_steps, fallback_backoff, rewinds, relearn, calm))
+        check_number(whole=True, none=True, snapshot_every=snapshot_every)
+        check_flag(retry=retry)
+        if hold_schedule is not None:
+            check_flag(hold_schedule=hold_schedule)
         if mode not in ("auto", "fast", "exact"):
             raise ValueError(f"mode is {mode!r}: choose 'auto', 'fast' or 'exact'.")
         if mode == "fast" and hold_schedule:

@@ -84,7 +84,8 @@ class StepGuard:
         loss_scaled: a dynamic loss scale is used: it is lowered when gradients overflow.
 
     Raises:
-        ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale.
+        ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale; an optimizer that
+            runs backward itself.
     """
 
     def __init__(
@@ -96,6 +97,11 @@ class StepGuard:
         scaler: torch.amp.GradScaler | LossScaler | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS runs backward several times in a step, which cannot be judged before it begins: use another "
+                "optimizer, or leave recovery out."
+            )
         self.thresholds = thresholds or Thresholds()
         self.loss_scaled = isinstance(scaler, torch.amp.GradScaler) or (
             scaler is not None and scaler.loss_scale == "dynamic"

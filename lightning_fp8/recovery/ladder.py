@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_fp8.checks import check_flag, check_number
+
 Rung = Literal["skip", "fall_back", "rewind", "relearn", "stop"]
 
 
@@ -30,7 +32,8 @@ class LadderSettings:
         calm: accepted steps in a row that end an episode.
 
     Raises:
-        ValueError: where a setting makes no sense.
+        TypeError: where a setting is of the wrong type.
+        ValueError: where one makes no sense.
     """
 
     skips: int = 3
@@ -42,6 +45,10 @@ class LadderSettings:
     calm: int = 100
 
     def __post_init__(self) -> None:
+        counts = ("skips", "fallbacks", "fallback_steps", "rewinds", "calm")
+        check_number(whole=True, **{name: getattr(self, name) for name in counts})
+        check_number(fallback_backoff=self.fallback_backoff)
+        check_flag(relearn=self.relearn)
         for name in ("skips", "fallbacks", "rewinds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number of times, 0 for never.")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_fp8.checks import check_number
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import on_cpu
 
@@ -50,7 +51,8 @@ class Thresholds:
             scaling can follow.
 
     Raises:
-        ValueError: where a setting makes no sense.
+        TypeError: where a setting is no number.
+        ValueError: where one makes no sense.
     """
 
     spike: float | None = 10.0
@@ -60,6 +62,9 @@ class Thresholds:
     amax_jump: float | None = 1000.0
 
     def __post_init__(self) -> None:
+        check_number(none=True, spike=self.spike, amax_jump=self.amax_jump)
+        check_number(whole=True, window=self.window, warmup=self.warmup)
+        check_number(floor=self.floor)
         if self.spike is not None and not 1 <= self.spike < math.inf:
             raise ValueError(f"spike is {self.spike}: give at least 1 (sigmas above the median), or None for no check.")
         if self.amax_jump is not None and not 1 < self.amax_jump < math.inf:

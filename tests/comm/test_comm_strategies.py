@@ -50,6 +50,14 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             FP8Communication(**options)
+    for options, message in (
+        ({"min_numel": 1.5}, "min_numel must be a whole number"),
+        ({"block": "128"}, "block must be a whole number"),
+        ({"stochastic": "false"}, "stochastic must be true or false"),
+        ({"error_feedback": 1}, "error_feedback must be true or false"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            FP8Communication(**options)
     with pytest.raises(RuntimeError, match="known once trainer"):
         FP8Communication().summary()
     for options, message in (

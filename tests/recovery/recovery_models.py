@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "sgd-fused": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+    "lbfgs": lambda p: torch.optim.LBFGS(p),
 }
 
 

@@ -404,6 +404,12 @@ def test_overflow_of_the_loss_scale_is_the_scalers_affair(tmp_path):
         ({"skips": -1}, "skips"),
         ({"warmup": 500}, "warmup"),
         ({"skip_batches": [3]}, "pairs"),
+        ({"spike": "10"}, "spike must be a number"),
+        ({"skips": 1.5}, "skips must be a whole number"),
+        ({"snapshot_every": 2.5}, "snapshot_every must be a whole number"),
+        ({"retry": "false"}, "retry must be true or false"),
+        ({"hold_schedule": "false"}, "hold_schedule must be true or false"),
+        ({"relearn": 1}, "relearn must be true or false"),
     ],
 )
 def test_bad_settings_are_refused_at_construction(settings, match):
@@ -418,6 +424,8 @@ def test_wrong_places_are_refused(tmp_path):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], accumulate_grad_batches=2, max_steps=1)
     with pytest.raises(MisconfigurationException, match="retry=False"):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], plugins=[fp16()], max_steps=1)
+    with pytest.raises(ValueError, match="LBFGS runs backward several times"):
+        fit(tmp_path, [SkipBatchRecovery()], model=Net("lbfgs", schedule=False), max_steps=1)
     with pytest.raises(ValueError, match="fused=True"):
         fit(tmp_path, [SkipBatchRecovery(mode="fast")], max_steps=1)
 
