@@ -33,3 +33,8 @@ def check_flag(**settings: Any) -> None:
     for name, value in settings.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be true or false, got {value!r}.")
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, without the pages that some add; its class where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

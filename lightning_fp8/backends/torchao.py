@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8.backends.base import Backend, Support, why_emulate
+from lightning_fp8.checks import first_line
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import round_up
 from lightning_fp8.linear import Float8Linear, Float8State
@@ -53,7 +54,7 @@ class TorchaoBackend(Backend):
         try:
             _mx_product() if isinstance(recipe, MXFP8Scaling) else _float8_product()
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            return f"torchao {installed} lacks what is needed here ({str(error).splitlines()[0]}): {remedy}"
+            return f"torchao {installed} lacks what is needed here ({first_line(error)}): {remedy}"
         return None
 
     def make_state(self, scaling: ScalingState, index: int, layer: nn.Linear, autocast_only: bool) -> Float8State:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
-from lightning_fp8.checks import check_flag
+from lightning_fp8.checks import check_flag, first_line
 from lightning_fp8.formats import compute_scale
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import amax_of, round_up
@@ -98,8 +98,8 @@ class TransformerEngineBackend(Backend):
             return f"Transformer Engine is not installed: {remedy}"
         try:
             library = load()
-        except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            return f"Transformer Engine does not load ({error}): {remedy}"
+        except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+            return f"Transformer Engine does not load ({first_line(error)}): {remedy}"
         if not hasattr(library, "autocast"):
             return f"This Transformer Engine is too old, it has no te.autocast: {remedy}"
         available = {BlockwiseScaling: library.is_fp8_block_scaling_available, MXFP8Scaling: library.is_mxfp8_available}

@@ -13,6 +13,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from lightning_fp8.checks import first_line
 from lightning_fp8.formats import E4M3
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import Cast, Recipe
@@ -37,8 +38,9 @@ def why_not_installed() -> str | None:
         return f"FBGEMM is not installed: pip install 'fbgemm-gpu-genai>=1.6' (built for your torch), or {_REMEDY}"
     try:
         load()
-    except (ImportError, OSError) as error:
-        return f"FBGEMM does not load ({error}): install the fbgemm-gpu-genai built for your torch, or {_REMEDY}"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        remedy = f"install the fbgemm-gpu-genai built for your torch, or {_REMEDY}"
+        return f"FBGEMM does not load ({first_line(error)}): {remedy}"
     return None
 
 
@@ -47,7 +49,7 @@ def load() -> None:
     """Register FBGEMM's operators.
 
     Raises:
-        ImportError, OSError: the library is missing, or was built for another torch.
+        ImportError, OSError, RuntimeError, AttributeError: the library is missing, or was built for another torch.
     """
     importlib.import_module("fbgemm_gpu.experimental.gen_ai")
 

@@ -99,6 +99,21 @@ def test_unknown_gemm() -> None:
         NativeBackend(gemm="cutlass")  # type: ignore[arg-type]
 
 
+def test_a_library_built_for_another_torch_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformer_engine", "fbgemm_gpu"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(
+            "raise ImportError('undefined symbol: _ZN3c10\\n  a page of advice')"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for against in (
+        TransformerEngineBackend().why_not_installed(get_recipe("delayed")),
+        NativeBackend(gemm="fbgemm").why_not_installed(get_recipe("rowwise")),
+    ):
+        assert against is not None and "does not load (undefined symbol: _ZN3c10)" in against
+        assert "install" in against and "\n" not in against
+
+
 # --- FBGEMM
 
 
