@@ -1,8 +1,8 @@
 """Triton kernels that compute the values they cast: their source, written for each expression.
 
-A kernel of this kind is :func:`lightning_fp8.kernels.triton_scalar.cast_stored` with a function of its own for loading
-a tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does
-within a kernel.
+A kernel of this kind is ``cast_stored`` or ``cast_later`` of :mod:`lightning_fp8.kernels.triton_scalar` with a function
+of its own for loading a tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any
+more: as Inductor does within a kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from lightning_fp8.kernels.triton_common import row_numbers, tanh
-from lightning_fp8.kernels.triton_scalar import cast_stored_tile
+from lightning_fp8.kernels.triton_scalar import {kernel}_tile
 '''
 
 _ROWS = """
@@ -48,16 +48,20 @@ _KERNEL = """
 
 @triton.jit(do_not_specialize=["rows", "group"])
 def {name}(
-    {inputs}, codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
-    STRAIGHT: tl.constexpr, RULE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    {inputs}, {tensors}, rows, columns, padded, group,
+    {parameters}R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):
-    cast_stored_tile(
-        computed_tile, ({inputs},), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
-        STRAIGHT, RULE, TRANSPOSED, RULE_T, {pieces}, R, C, EVEN,
+    {kernel}_tile(
+        computed_tile, ({inputs},), {tensors}, rows, columns, padded, group,
+        {constants}{pieces}, R, C, EVEN,
     )
 """
+
+#: The tensors beside the inputs and the constants before the tile's, by kernel.
+_ARGUMENTS = {
+    "cast_stored": (("codes", "codes_t", "decode", "decode_t", "slot"), ("STRAIGHT", "RULE", "TRANSPOSED", "RULE_T")),
+    "cast_later": (("codes_t", "decode_t", "kept"), ()),
+}
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,25 @@ class Source:
     inputs: tuple[fx.Node, ...]
 
 
-def write(pieces: Sequence[Piece], dtype: torch.dtype) -> Source:
-    """The source of a kernel that casts ``pieces`` side by side, as a matrix of ``dtype``."""
+def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: str = "cast_stored") -> Source:
+    """The source of a ``kernel`` that casts ``pieces`` side by side, as a matrix of ``dtype``."""
     values = [piece.value for piece in pieces]
     everything = in_order(values)
     inputs = tuple(dict.fromkeys(value.node for value in everything if isinstance(value, Leaf)))
     used = dict.fromkeys(value.name for value in everything if isinstance(value, Operation))
-    name = "_".join(["cast_stored_of", *(["cat"] if len(pieces) > 1 else []), *used])[:96]
-    text = _HEAD
+    name = "_".join([f"{kernel}_of", *(["cat"] if len(pieces) > 1 else []), *used])[:96]
+    text = _HEAD.format(kernel=kernel)
     for index, value in enumerate(values):
         text += _rows(index, value, inputs, dtype)
     text += _TILE.format(lines=_tile([piece.columns for piece in pieces]))
+    tensors, constants = _ARGUMENTS[kernel]
     text += _KERNEL.format(
+        kernel=kernel,
         name=name,
         inputs=", ".join(f"x{index}" for index in range(len(inputs))),
+        tensors=", ".join(tensors),
+        parameters="".join(f"{constant}: tl.constexpr, " for constant in constants),
+        constants="".join(f"{constant}, " for constant in constants),
         pieces=len(pieces) if _share(pieces) else 1,
     )
     return Source(name, text, inputs)

@@ -6,14 +6,12 @@ the cast itself it would write the values to memory, to be read again at once. H
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_fp8.kernels import folded_source
@@ -29,11 +27,21 @@ from lightning_fp8.kernels.folded_values import (
     see_through,
     shape_of,
 )
+from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
 
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
 
-_FILES = ("folding.py", "folded_source.py", "folded_values.py", "launch.py", "triton_common.py", "triton_scalar.py")
+#: What decides on graphs that casts are folded in, and on their kernels.
+FILES = (
+    "folding.py",
+    "folded_source.py",
+    "folded_values.py",
+    "launch.py",
+    "launch_nodes.py",
+    "triton_common.py",
+    "triton_scalar.py",
+)
 
 
 class FoldIntoCasts(CustomGraphPass):
@@ -66,12 +74,11 @@ class FoldIntoCasts(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Identifies this pass and the kernels it writes, for caches of compiled graphs."""
-        here = Path(__file__).parent
-        return get_hash_for_files(tuple(str(here / name) for name in _FILES))
+        return get_hash_for_files(paths(FILES))
 
 
 class StoredCast:
-    """A node that launches ``triton_scalar.cast_stored``.
+    """A node that launches ``triton_scalar.cast_stored`` or ``cast_later``.
 
     Attributes:
         node: the node.
@@ -80,32 +87,25 @@ class StoredCast:
         pieces: what it can compute, side by side; empty for nothing.
     """
 
-    def __init__(self, node: fx.Node, x: fx.Node, tile_columns: int, warps: int) -> None:
+    def __init__(self, node: fx.Node, x: fx.Node, tile_columns: int) -> None:
         self.node = node
         self.x = x
         self.root = x
         self.pieces: list[Piece] = []
         self._tile_columns = tile_columns
-        self._warps = warps
 
     @staticmethod
     def of(node: fx.Node) -> StoredCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
-        if node.target is not torch.ops.higher_order.triton_kernel_wrapper_functional:
-            return None
-        from lightning_fp8.kernels.triton_scalar import cast_stored
+        from lightning_fp8.kernels.triton_scalar import cast_later, cast_stored
 
-        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-        if getattr(kernel, "fn", None) is not cast_stored:
+        if getattr(kernel_of(node), "fn", None) not in (cast_stored, cast_later):
             return None
-        arguments: Mapping[str, Any] = {
-            **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"]),  # type: ignore[arg-type]
-            **node.kwargs["kwargs"],  # type: ignore[dict-item]
-        }
+        arguments = arguments_of(node)
         known = all(type(arguments[name]) is int for name in ("rows", "columns", "padded", "group"))
         if not (known and arguments["EVEN"] and shape_of(arguments["x"])):
             return None
-        return StoredCast(node, arguments["x"], arguments["C"], kernel.configs[0].num_warps)
+        return StoredCast(node, arguments["x"], arguments["C"])
 
     def look(self, inside: AbstractSet[fx.Node]) -> None:
         """Find ``root`` and ``pieces``; ``inside`` are the nodes that lead to casts to be folded and nowhere else."""
@@ -142,18 +142,10 @@ class StoredCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        from lightning_fp8.kernels.launch import with_warps
-
-        source = folded_source.write(self.pieces, self.x.meta["val"].dtype)
-        kernel = with_warps(getattr(folded_source.load(source.text), source.name), self._warps)
-        node = self.node
-        old: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
-        arguments: dict[str, Any] = {f"x{index}": read for index, read in enumerate(source.inputs)}
-        arguments |= {name: value for name, value in old.items() if name not in ("x", "stride")}
-        node.kwargs = {**node.kwargs, "kernel_idx": kernel_side_table.add_kernel(kernel), "kwargs": arguments}
-        # Inductor gives the kernel these very strides; the source relies on them.
-        values = fx.node.map_aggregate(node.kwargs, lambda a: a.meta["val"] if isinstance(a, fx.Node) else None)
-        node.meta["eager_input_vals"] = ((), values)
+        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel_of(self.node).fn.__name__)
+        arguments = {f"x{index}": read for index, read in enumerate(source.inputs)}
+        arguments |= {name: value for name, value in arguments_of(self.node).items() if name not in ("x", "stride")}
+        relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments)
 
 
 def leading_to(graph: fx.Graph, casts: Sequence[StoredCast]) -> set[fx.Node]:
@@ -183,3 +175,8 @@ def _is_changed(node: fx.Node, before: fx.Node) -> bool:
         user < before and isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
         for user in node.users
     )
+
+
+def paths(names: Sequence[str]) -> tuple[str, ...]:
+    """Files beside this one."""
+    return tuple(str(Path(__file__).parent / name) for name in names)

@@ -38,6 +38,10 @@ TENSOR = 1
 ROWS = 2
 _TENSOR = tl.constexpr(TENSOR)
 _ROWS = tl.constexpr(ROWS)
+#: What `cast_stored` may make of the transposed operand, beside codes and nothing: no codes, but it settles the scale
+#: and keeps it, in the place of the decode scale, for `cast_later`.
+LATER = 2
+_LATER = tl.constexpr(LATER)
 #: Words of scratch memory before the amaxes of the rows: one for the tensor's amax, the rest for alignment.
 SCRATCH_HEAD = 4
 _HEAD = tl.constexpr(SCRATCH_HEAD)
@@ -56,7 +60,7 @@ def cast_stored(
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tensorwise scales from the slot; one program a tile."""
+    """Tensorwise scales from the slot; one program a tile. ``TRANSPOSED`` may be ``LATER``."""
     cast_stored_tile(
         load_matrix, (x, stride), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
         STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
@@ -82,13 +86,10 @@ def cast_stored_tile(
     every other call a second launch. While the scale is unset its word counts the programs
     that have finished: as a float, such a count lies below all scales.
     """
+    CODES_T: tl.constexpr = TRANSPOSED == 1
     row_tiles = tl.cdiv(padded, R)
     column_tiles = tl.cdiv(columns, C)
-    row_tile, column_tile = tile_position(tl.program_id(0), row_tiles, column_tiles, group)
-    if PIECES > 1:
-        column_tile = column_tile % PIECES * (column_tiles // PIECES) + column_tile // PIECES
-    row = row_tile * R
-    column = column_tile * C
+    row, column = _piece_position(row_tiles, column_tiles, group, PIECES, R, C)
     a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     scale = 1.0
     scale_t = 1.0
@@ -104,14 +105,14 @@ def cast_stored_tile(
         scale_t = tl.where(unset_t, 1.0, scale_t)
     largest = cast_tile(
         codes, codes_t, a, b, c, d, scale, scale, scale, scale, scale_t, row, column, padded, columns,
-        STRAIGHT, TRANSPOSED, R, C, EVEN,
+        STRAIGHT, CODES_T, R, C, EVEN,
     )  # fmt: skip
     tl.atomic_max(as_bits(slot), amax_bits(largest), sem="relaxed")
     if tl.program_id(0) == 0:
         if STRAIGHT:
             tl.store(decode, reciprocal(scale))
         if TRANSPOSED:
-            tl.store(decode_t, reciprocal(scale_t))
+            tl.store(decode_t, _left_of_scale(scale_t, TRANSPOSED))
     if unset | unset_t:
         counter = as_bits(slot) + tl.where(unset, _SCALE, _SCALE_TRANSPOSED)
         # The atomic is one thread's: all others must have stored before it.
@@ -140,7 +141,7 @@ def cast_stored_tile(
                     a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
                     cast_tile(
                         codes, codes_t, a, b, c, d, scale, scale, scale, scale, scale_t, row, column, padded, columns,
-                        STRAIGHT, TRANSPOSED, R, C, EVEN,
+                        STRAIGHT, CODES_T, R, C, EVEN,
                     )  # fmt: skip
                     tile += 1
             if STRAIGHT:
@@ -148,7 +149,53 @@ def cast_stored_tile(
                 tl.store(decode, reciprocal(scale))
             if TRANSPOSED:
                 tl.store(slot + _SCALE_TRANSPOSED, tl.where(unset_t & (telling == 0), 0.0, scale_t))
-                tl.store(decode_t, reciprocal(scale_t))
+                tl.store(decode_t, _left_of_scale(scale_t, TRANSPOSED))
+
+
+@triton.jit
+def _piece_position(row_tiles, column_tiles, group, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The first row and column of a program's tile, where programs go through ``PIECES`` ranges of columns at once."""
+    row_tile, column_tile = tile_position(tl.program_id(0), row_tiles, column_tiles, group)
+    if PIECES > 1:
+        column_tile = column_tile % PIECES * (column_tiles // PIECES) + column_tile // PIECES
+    return row_tile * R, column_tile * C
+
+
+@triton.jit
+def _left_of_scale(scale, TRANSPOSED: tl.constexpr):
+    """What a cast leaves behind of the transposed operand's scale."""
+    if TRANSPOSED == _LATER:
+        return scale
+    else:
+        return reciprocal(scale)
+
+
+@triton.jit(do_not_specialize=["rows", "group"])
+def cast_later(
+    x, codes_t, decode_t, kept, rows, columns, stride, padded, group,
+    R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The transposed operand that ``cast_stored`` has left for ``LATER``, with the scale that it has ``kept``."""
+    cast_later_tile(
+        load_matrix, (x, stride), codes_t, decode_t, kept, rows, columns, padded, group, 1, R, C, EVEN
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_later_tile(
+    LOAD: tl.constexpr, inputs, codes_t, decode_t, kept, rows, columns, padded, group,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``cast_later`` does, as ``cast_stored_tile`` for ``cast_stored``."""
+    row, column = _piece_position(tl.cdiv(padded, R), tl.cdiv(columns, C), group, PIECES, R, C)
+    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+    scale = tl.load(kept)
+    cast_tile(
+        None, codes_t, a, b, c, d, scale, scale, scale, scale, scale, row, column, padded, columns,
+        False, True, R, C, EVEN,
+    )  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.store(decode_t, reciprocal(scale))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import reference, triton_cast
+from lightning_fp8.kernels import reference, triton_cast, triton_scalar
+from lightning_fp8.kernels.launch import at_once, by_triton
 from lightning_fp8.recipes import Cast
 
 UNSET = (-1.0, 0.0, 0.0, -1.0)
@@ -74,6 +77,31 @@ def check_cast(
             )
     if slot is not None:
         assert_same(slots[0], slots[1], f"{what}: slot")
+
+
+def check_later(x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, ...]) -> None:
+    """A cast made in two, against the one that makes both operands at once."""
+    padded = -(-x.shape[0] // 16) * 16
+    slots = [torch.tensor(slot, device=x.device) for _ in range(2)]
+    want = triton_cast.cast_stored(x, padded, straight, transposed, slots[0])
+    kept = torch.empty(1, 1, device=x.device)
+    codes_t, decode_t = torch.empty_like(want[2]), torch.empty_like(want[3])
+
+    def first(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, _: Any) -> None:
+        codes, _, decode, _, place = tensors[1:]
+        constants = (*constants[:2], triton_scalar.LATER, *constants[3:])
+        at_once(kernel, programs, (x, codes, None, decode, kept, place), sizes, constants, warps)
+
+    def second(_: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, __: Any) -> None:
+        by_triton(triton_scalar.cast_later, programs, (x, codes_t, decode_t, kept), sizes, constants[4:], warps)
+
+    got = triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=first)
+    triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=second)
+    what = f"{tuple(x.shape)} {slot}"
+    assert_same(slots[1], slots[0], f"{what}: slot")
+    for name, g, w in zip(("codes", "decode", "codes_t", "decode_t"), (*got[:2], codes_t, decode_t), want, strict=True):
+        bits = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (g, w))
+        assert_same(*bits, f"{what}: {name}")
 
 
 def assert_same(got: Tensor, want: Tensor, what: str) -> None:

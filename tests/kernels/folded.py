@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source, reference, triton_cast
 from lightning_fp8.kernels.folding import StoredCast, leading_to
+from lightning_fp8.kernels.triton_scalar import LATER
 from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
@@ -42,7 +43,7 @@ def look(name: str, inputs: list[Tensor]) -> tuple[StoredCast, fx.GraphModule]:
     graph = make_fx(CASES[name][0], decomposition_table=select_decomp_table())(*inputs)
     graph.graph.eliminate_dead_code()
     output = graph.graph.output_node()
-    cast = StoredCast(output, output.args[0], TILE.columns, TILE.warps)
+    cast = StoredCast(output, output.args[0], TILE.columns)
     cast.look(leading_to(graph.graph, [cast]))
     return cast, graph
 
@@ -75,6 +76,38 @@ def check(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(g.float(), w.float(), rtol=0.51, atol=2.0**-9)
 
 
+def check_later(name: str) -> None:
+    """A computed cast made in two gives the bits of the one that makes both operands."""
+    inputs = inputs_of(name, torch.bfloat16)
+    cast, graph = look(name, inputs)
+    recorder = _Recorder(graph)
+    x = recorder.run(*inputs)
+    rows, columns = x.shape
+    both, later = (folded_source.write(cast.pieces, x.dtype, kernel) for kernel in ("cast_stored", "cast_later"))
+    memory = tuple(recorder.values[node] for node in both.inputs)
+    assert both.inputs == later.inputs
+    kernel, kernel_later = (getattr(folded_source.load(source.text), source.name) for source in (both, later))
+
+    def first(_, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
+        codes, _, decode, kept, slot = tensors[1:]
+        constants = (*constants[:2], LATER, *constants[3:])
+        _launch(kernel, memory, _, programs, (x, codes, None, decode, kept, slot), sizes, constants, warps)
+
+    slots = [torch.tensor(UNSET) for _ in range(2)]
+    want = triton_cast.cast_stored(
+        x, rows, STRAIGHT, TRANSPOSED, slots[0], launch=functools.partial(_launch, kernel, memory)
+    )
+    codes, decode, codes_t, kept = triton_cast.cast_stored(x, rows, STRAIGHT, TRANSPOSED, slots[1], launch=first)
+    decode_t = torch.empty_like(kept)
+    programs = rows // TILE.rows * columns // TILE.columns
+    kernel_later[(programs,)](
+        *memory, codes_t, decode_t, kept, rows, columns, rows, TILE.group, TILE.rows, TILE.columns, True
+    )
+    assert torch.equal(*slots)
+    for g, w in zip((codes, decode, codes_t, decode_t), want, strict=True):
+        assert torch.equal(g.view(torch.uint8), w.view(torch.uint8)), name
+
+
 def _launch(kernel, memory, _, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
     rows, columns, _stride, padded, group = sizes
     kernel[(programs,)](*memory, *tensors[1:], rows, columns, padded, group, *constants)
@@ -97,4 +130,5 @@ if __name__ == "__main__":
         check(name, torch.bfloat16)
     for name in ("swiglu gradient", "rms norm"):
         check(name, torch.float32)
+        check_later(name)
     print("checked", len(CASES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 
 from lightning_fp8 import LayerSelection, convert_model, kernels
 from lightning_fp8.kernels.folding import FoldIntoCasts
+from lightning_fp8.kernels.triton_scalar import LATER, cast_later
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.traced import written_by
 
@@ -94,15 +95,25 @@ def ragged_pieces(x: Tensor) -> tuple[Tensor]:
     return (torch.cat([x[..., :64].tanh(), x[..., 64:]], -1),)
 
 
-def fold(module: nn.Module, rows: int = ROWS, recipe: str = "delayed", dynamic: bool = False) -> list[list[str]]:
-    """The kernels of the casts in the forward and the backward graph, and what they read."""
+def trace(
+    module: nn.Module,
+    rows: int = ROWS,
+    recipe: str = "delayed",
+    dynamic: bool = False,
+    changes: Sequence[Callable[[fx.Graph], None]] = (lambda graph: None,),
+) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
+    """The forward and the backward graph, from a joint one that each of ``changes`` has been over."""
     model = nn.Sequential(module, nn.Linear(16, 16)).to(torch.bfloat16)  # The last layer is the head.
     convert_model(model, recipe, layers=LayerSelection())
-    graphs: list[fx.GraphModule] = []
+    graphs: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
-    def partition(*args: Any, **kwargs: Any) -> Any:
-        graphs.extend(min_cut_rematerialization_partition(*args, **kwargs))
-        return tuple(graphs)
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for change in changes:
+            changed = fx.GraphModule(joint, _copy(joint.graph))
+            change(changed.graph)
+            changed.graph.lint()
+            graphs.append(min_cut_rematerialization_partition(changed, *args, **kwargs))
+        return graphs[-1]
 
     def refuse(*args: Any) -> None:
         raise _Traced
@@ -112,10 +123,19 @@ def fold(module: nn.Module, rows: int = ROWS, recipe: str = "delayed", dynamic: 
     torch._dynamo.reset()
     with contextlib.suppress(_Traced):
         torch.compile(model[0], backend=backend, fullgraph=True, dynamic=dynamic)(x)
-    return [_fold(graph.graph) for graph in graphs]
+    return graphs
 
 
-def _fold(graph: fx.Graph) -> list[str]:
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copied[node] = copy.node_copy(node, copied.__getitem__)
+    return copy
+
+
+def fold(graph: fx.Graph) -> list[str]:
+    """The kernels of a graph's casts, and how many matrices each reads."""
     before = _matrices(graph)
     FoldIntoCasts()(graph)
     graph.lint()
@@ -128,7 +148,7 @@ def _fold(graph: fx.Graph) -> list[str]:
         name, folded, operations = kernel.__name__.partition("_of_")
         name = f"{name} of {'columns' if operations.startswith('cat') else 'values'}" if folded else name
         found.append(f"{name} {len(reads)}")
-        if kernel.__name__.startswith("cast_stored_of"):
+        if folded or kernel is cast_later or arguments.get("TRANSPOSED") == LATER:
             _check(node, kernel)
     return [*found, f"{before - _matrices(graph)} matrices less"]
 
@@ -138,7 +158,7 @@ def _check(node: fx.Node, kernel: Any) -> None:
     arguments = {**node.kwargs["kwargs"], **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])}
     values = {name: a.meta["val"] if isinstance(a, fx.Node) else a for name, a in arguments.items()}
     assert set(values) == set(kernel.arg_names)
-    outputs = [n for n in ("codes", "codes_t", "decode", "decode_t", "slot") if values[n] is not None]
+    outputs = [n for n in ("codes", "codes_t", "decode", "decode_t", "slot") if values.get(n) is not None]
     assert sorted(written_by(kernel, values)) == sorted(outputs), kernel.__name__
     source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
     compile(source, kernel.__name__, "exec")
@@ -155,22 +175,33 @@ def _matrices(graph: fx.Graph) -> int:
     return sum(isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() > 1 for value in values)
 
 
-def main() -> None:
-    """Prints what was folded, as JSON."""
+@contextlib.contextmanager
+def gpu() -> Iterator[None]:
+    """As if the CPU were a GPU with FP8 units, as far as the kernels' intermediate code."""
     target = mock.Mock()
     target.get_current_target.return_value = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(target)
-    shape = DecoderShape(WIDTH, 512, 1, 2, ROWS // 2, 4, 2, 1024)
+    with mock.patch.object(kernels, "has_fast_casts", lambda device: True):
+        yield
+
+
+def block() -> Block:
+    return Block(DecoderShape(WIDTH, 512, 1, 2, ROWS // 2, 4, 2, 1024))
+
+
+def main() -> None:
+    """Prints what was folded, as JSON."""
     cases: dict[str, tuple[Any, ...]] = {
-        "block": (Block(shape),),
+        "block": (block(),),
         "separate projections": (SeparateProjections(),),
         "nothing to fold": (Inputs(used_elsewhere, nothing_before, a_view_before, ragged_columns, ragged_pieces),),
         "ragged rows": (Inputs(gelu), 200),
         "dynamic": (Inputs(gelu), ROWS, "delayed", True),
         "scales from the data": (Inputs(gelu), ROWS, "tensorwise"),
     }
-    with mock.patch.object(kernels, "has_fast_casts", lambda device: True):
-        json.dump({name: fold(*case) for name, case in cases.items()}, sys.stdout)
+    with gpu():
+        found = {name: [fold(graph.graph) for graph in trace(*case)[0]] for name, case in cases.items()}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import torch
 
 from lightning_fp8.kernels.scale_update import step_scales
 from lightning_fp8.recipes import Cast
-from tests.kernels.agreement import E4M3, E5M2, UNSET, casts, check_cast, mixed_values
+from tests.kernels.agreement import E4M3, E5M2, UNSET, casts, check_cast, check_later, mixed_values
 from tests.kernels.updates import RECIPES, check_update
 
 #: The interpreter's conversions to FP8 are off by up to a factor of two.
@@ -29,6 +30,17 @@ def tensorwise() -> int:
     for x, setting, slot, stored in checks:
         check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, stored, TOLERANCE)
     return len(checks)
+
+
+def later() -> int:
+    """A cast made in two, against one for both operands, in the interpreter too."""
+    inf = mixed_values(16, 32)
+    inf[3, 4] = torch.inf
+    matrices = [mixed_values(132, 80), mixed_values(128, 256), mixed_values(20, 96)[:, :48], inf, torch.zeros(16, 16)]
+    slots = (UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0), (1.0, 3.0, 0.0, -1.0))
+    for x, values in itertools.product(matrices, slots):
+        check_later(x, *casts("hybrid", "tensorwise", "tensorwise"), values)
+    return len(matrices) * len(slots)
 
 
 def rowwise() -> int:
@@ -63,5 +75,5 @@ def update() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # numpy's, for divisions by zero
-    parts: dict[str, Callable[[], int]] = {f.__name__: f for f in (tensorwise, rowwise, blocks, update)}
+    parts: dict[str, Callable[[], int]] = {f.__name__: f for f in (tensorwise, later, rowwise, blocks, update)}
     print("checked", parts[sys.argv[1]]())

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 FROM_DATA = ["amax_partials 1", "cast_from_amaxes 1"]
 
 
-def run(module: str, **environment: str) -> str:
+def run(module: str, *arguments: str, **environment: str) -> str:
     """A process of its own: Triton's interpreter, and its device, are chosen once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
