@@ -1,20 +1,26 @@
-"""``lightning_fp8.compile``: ``torch.compile`` with casts that compute what they cast."""
+"""``lightning_fp8.compile``: ``torch.compile`` with casts that compute what they cast, and a setting for memory."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 
 if TYPE_CHECKING:
     from lightning_fp8.kernels.folding import FoldIntoCasts
+    from lightning_fp8.kernels.recomputing import RecomputeTransposed
 
+#: Which transposed operands of forward backward casts itself.
+Recompute = Literal["none", "cheap", "all"]
 #: A module or a function.
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
-_PASS = "post_grad_custom_pre_pass"
+_FOLD = "post_grad_custom_pre_pass"
+_RECOMPUTE = "joint_custom_post_pass"
+#: Where a pass of the user's own may go instead.
+_INSTEAD = {_FOLD: "post_grad_custom_post_pass", _RECOMPUTE: "joint_custom_pre_pass"}
 
 
 def compile(
@@ -24,6 +30,7 @@ def compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    recompute: Recompute = "none",
 ) -> _Compiled:
     """``torch.compile``, by Inductor, with FP8 casts folded into what computes their operands.
 
@@ -33,25 +40,33 @@ def compile(
     is compiled as ever; sizes that are dynamic, or no multiples of the cast's tiles (64 rows, 128 columns), are left
     alone.
 
+    Forward keeps an FP8 copy of every operand for backward. With stored scales, ``recompute`` lets backward make such
+    copies itself, from what is kept for other reasons: the same codes for less memory and some time.
+
     Args:
         model: a module or a function.
         mode: as ``torch.compile`` takes it.
         fullgraph: as ``torch.compile`` takes it.
         dynamic: as ``torch.compile`` takes it.
         options: Inductor's, on top of those of ``mode``.
+        recompute: ``"none"`` keeps every copy. ``"cheap"`` casts in backward what takes reading no more than the
+            matrix itself: weights, outputs of norms and of attention. ``"all"`` casts whatever saves memory, the
+            products of gated layers too.
 
     Returns:
         What ``torch.compile`` returns.
 
     Raises:
-        ValueError: ``options`` hold a pass of their own where this one goes.
+        ValueError: ``options`` hold a pass of their own where one of these goes, or ``recompute`` is none of the
+            three.
     """
-    return cast(
-        "_Compiled", torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, options=compile_options(mode, options))
-    )
+    chosen = compile_options(mode, options, recompute)
+    return cast("_Compiled", torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, options=chosen))
 
 
-def compile_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def compile_options(
+    mode: str | None = None, options: Mapping[str, Any] | None = None, recompute: Recompute = "none"
+) -> dict[str, Any]:
     """The ``options`` that make ``torch.compile`` and ``module.compile`` do what :func:`compile` does.
 
     They take the place of a ``mode``, which torch does not allow beside options.
@@ -59,25 +74,33 @@ def compile_options(mode: str | None = None, options: Mapping[str, Any] | None =
     Args:
         mode: the mode whose options these shall include.
         options: Inductor's, on top of those.
+        recompute: as in :func:`compile`.
 
     Raises:
-        ValueError: ``options`` hold a pass of their own where this one goes.
+        ValueError: as in :func:`compile`.
     """
+    if recompute not in get_args(Recompute):
+        raise ValueError(f"recompute={recompute!r} is none of {', '.join(map(repr, get_args(Recompute)))}.")
+    passes: dict[str, Any] = {_FOLD: _fold_into_casts()}
+    if recompute != "none":
+        passes[_RECOMPUTE] = _recompute_transposed(recompute == "cheap")
     merged = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-    if merged.get(_PASS) is not None:
-        raise ValueError(
-            f"options[{_PASS!r}] is where the pass that folds casts goes: make yours post_grad_custom_post_pass, or "
-            "compile with torch.compile."
-        )
-    return {**merged, _PASS: _fold_into_casts()}
+    for name in passes:
+        if merged.get(name) is not None:
+            raise ValueError(
+                f"options[{name!r}] is where a pass of lightning_fp8 goes: make yours {_INSTEAD[name]}, or compile "
+                "with torch.compile."
+            )
+    return {**merged, **passes}
 
 
 def module_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``nn.Module.compile``'s arguments, with casts folded where they choose Inductor, the default."""
+    """``nn.Module.compile``'s arguments from these and ``recompute``, with passes where they choose Inductor."""
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
-    others = {name: value for name, value in arguments.items() if name not in ("mode", "options")}
-    return {**others, "options": compile_options(arguments.get("mode"), arguments.get("options"))}
+    own = {name: arguments[name] for name in ("mode", "options", "recompute") if name in arguments}
+    others = {name: value for name, value in arguments.items() if name not in own}
+    return {**others, "options": compile_options(**own)}
 
 
 @functools.cache
@@ -87,3 +110,10 @@ def _fold_into_casts() -> FoldIntoCasts:
     from lightning_fp8.kernels.folding import FoldIntoCasts
 
     return FoldIntoCasts()
+
+
+@functools.cache
+def _recompute_transposed(cheap: bool) -> RecomputeTransposed:
+    from lightning_fp8.kernels.recomputing import RecomputeTransposed
+
+    return RecomputeTransposed(cheap)

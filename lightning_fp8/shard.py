@@ -74,7 +74,7 @@ def shard(
             ``Sequential`` that holds linear layers.
         activation_checkpointing: keep only each block's input, and compute the block again in backward.
         compile: compile each block, as :func:`lightning_fp8.compile` does; a mapping holds ``nn.Module.compile``'s
-            arguments.
+            arguments, and ``recompute``.
         mp_policy: FSDP2's mixed precision; by default parameters are gathered in bf16, and gradients reduced in fp32.
         reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward.
         grad: ``"fp8"`` reduces gradients in FP8.

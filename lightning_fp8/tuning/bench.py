@@ -35,6 +35,14 @@ BACKENDS: dict[str, Backend] = {
     "transformer_engine": TransformerEngineBackend(),
 }
 
+#: Arguments of :func:`~lightning_fp8.compile_options` by a variant's suffix.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-graphs": {"mode": "reduce-overhead"},
+    "-cheap": {"recompute": "cheap"},
+    "-all": {"recompute": "all"},
+}
+
 #: Converts a decoder in a way of its own, and returns what makes the context of its forward.
 Preparation = Callable[[Decoder], Callable[[], AbstractContextManager[Any]]]
 
@@ -83,8 +91,8 @@ def measure(
     Args:
         shape: the decoder.
         variants: names: ``bf16``, or ``[backend:]recipe``, each with ``-eager`` to leave ``torch.compile`` out,
-            ``-graphs`` for CUDA graphs, or ``-unfolded`` for plain ``torch.compile``; a recipe with ``-auto`` before
-            that for ``layers="auto"``.
+            ``-graphs`` for CUDA graphs, ``-unfolded`` for plain ``torch.compile``, or ``-cheap`` or ``-all`` for what
+            backward shall recompute; a recipe with ``-auto`` before that for ``layers="auto"``.
         rounds: timed rounds of three steps.
         profile: also sort the time of a step by kind of kernel.
         peers: further variants, by name.
@@ -157,7 +165,7 @@ def build_step(
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(shape).to(torch.bfloat16)
-    mode = next((m for m in ("-eager", "-graphs", "-unfolded") if variant.endswith(m)), "")
+    mode = next((m for m in ("-eager", "-unfolded", *_OPTIONS) if m and variant.endswith(m)), "")
     name = variant.removesuffix(mode)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if peers and name in peers:
@@ -170,7 +178,7 @@ def build_step(
     if mode == "-unfolded":
         compile_blocks(model, {})
     elif mode != "-eager":
-        compile_blocks(model, compile_options("reduce-overhead" if mode == "-graphs" else None))
+        compile_blocks(model, compile_options(**_OPTIONS[mode]))
     inputs, targets = random_tokens(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     active = conversions(model)

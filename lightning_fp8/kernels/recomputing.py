@@ -1,0 +1,126 @@
+"""A pass over joint graphs: backward makes transposed operands from what it has, instead of finding them kept.
+
+Forward casts an operand for its own GEMM and for one of backward, and keeps the latter's codes. What they were cast
+from is often kept too: the weight is a parameter, a norm's input and statistics or an activation's input are what their
+own gradients need. Then the cast can be made in two: forward's codes in forward, backward's in backward, by one kernel
+each, once :mod:`lightning_fp8.kernels.folding` has been over both graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_fp8.kernels.folded_values import shape_of
+from lightning_fp8.kernels.folding import FILES, paths
+from lightning_fp8.kernels.kept_values import KeptValues, Origin, bytes_of
+from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
+
+
+class RecomputeTransposed(CustomGraphPass):
+    """To be Inductor's ``joint_custom_post_pass``; changes graphs in place.
+
+    A cast is made in two where it has a stored scale, backward alone reads its transposed codes, and less is kept
+    afterwards. What backward computes again is marked as torch's activation checkpointing marks it.
+
+    Args:
+        cheap: only where backward reads no more than the matrix that was cast.
+    """
+
+    def __init__(self, cheap: bool) -> None:
+        self._cheap = cheap
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Put off what is better cast in backward."""
+        kept = KeptValues(graph)
+        by_kept: dict[frozenset[fx.Node], list[BothOperands]] = defaultdict(list)
+        for node in graph.nodes:
+            cast = BothOperands.of(node, kept)
+            if cast is not None and (cast.is_cheap or not self._cheap):
+                by_kept[cast.origin.kept].append(cast)
+        for more, casts in by_kept.items():
+            if kept.bytes_more(more) < sum(bytes_of(cast.codes) for cast in casts):
+                _put_off(casts, kept)
+
+    def uuid(self) -> bytes:
+        """Identifies this pass, for caches of compiled graphs."""
+        return get_hash_for_files(paths((*FILES, "kept_values.py", "recomputing.py")), str(self._cheap))
+
+
+class BothOperands:
+    """A node that launches ``triton_scalar.cast_stored`` for both operands.
+
+    Attributes:
+        node: the node.
+        codes: the transposed codes.
+        origin: what backward can compute the matrix from.
+    """
+
+    def __init__(self, node: fx.Node, codes: fx.Node, origin: Origin) -> None:
+        self.node = node
+        self.codes = codes
+        self.origin = origin
+
+    @staticmethod
+    def of(node: fx.Node, kept: KeptValues) -> BothOperands | None:
+        """That of ``node``, where it is one, in forward, whose transposed codes backward alone reads."""
+        from lightning_fp8.kernels.triton_scalar import cast_stored
+
+        if getattr(kernel_of(node), "fn", None) is not cast_stored or node in kept.backward:
+            return None
+        arguments = arguments_of(node)
+        codes = _results(node, "codes_t")
+        if not (arguments["STRAIGHT"] and arguments["TRANSPOSED"] and len(codes) == 1 and codes[0] in kept.backward):
+            return None
+        origin = kept.origin(arguments["x"])
+        # What is marked already belongs to the user's own checkpointing.
+        marked = any("recompute" in n.meta for n in (node, *origin.computed, *origin.kept))
+        known = all(shape_of(n) for n in (arguments["x"], codes[0], *origin.kept))
+        return BothOperands(node, codes[0], origin) if known and not marked else None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether no more is read than the matrix that is cast: a weight, a norm's input, not two factors."""
+        x = arguments_of(self.node)["x"]
+        return self.origin.bytes_read(x.meta["val"].numel()) <= bytes_of(x)
+
+    def put_off(self) -> fx.Node:
+        """Let ``node`` make the straight operand, and keep the scale of the transposed one for the node returned."""
+        from lightning_fp8.kernels.triton_scalar import LATER, cast_later, cast_stored
+
+        node, graph = self.node, self.node.graph
+        arguments = arguments_of(node)
+        with graph.inserting_after(node):
+            scale = graph.call_function(operator.getitem, (node, "decode_t"))
+        scale.meta["val"] = arguments["decode_t"].meta["val"]
+        with graph.inserting_after(scale):
+            later = graph.node_copy(node)
+        with graph.inserting_before(later):
+            decode = graph.node_copy(arguments["decode_t"])
+        same = ("x", "codes_t", "rows", "columns", "stride", "padded", "group", "R", "C", "EVEN")
+        relaunch(later, cast_later, {**{n: arguments[n] for n in same}, "decode_t": decode, "kept": scale})
+        relaunch(node, cast_stored, {**arguments, "codes_t": None, "TRANSPOSED": LATER})
+        for name in ("codes_t", "decode_t"):
+            for result in _results(node, name):
+                if result is not scale:
+                    result.args = (later, name)
+        return later
+
+
+def _put_off(casts: Sequence[BothOperands], kept: KeptValues) -> None:
+    for cast in casts:
+        for node in (cast.put_off(), *cast.origin.computed):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        for node in cast.origin.kept:
+            # What it is computed from, if no larger, would do too: backward would then compute and write it first.
+            if kept.is_worth_keeping(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _results(node: fx.Node, name: str) -> list[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == name]
