@@ -1,7 +1,7 @@
 """Does FP8 on the wire cost accuracy? The GPT example under every strategy, against the same training without it.
 
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --output docs/benchmarks/comm-gate.md
-    torchrun --nproc-per-node=4 benchmarks/comm/gate.py --kinds fsdp2_tp --output docs/benchmarks/comm-gate-4.md
+    torchrun --nproc-per-node=4 benchmarks/comm/gate.py --kinds fsdp2_tp --reference-ranks 2
     torchrun --nproc-per-node=2 benchmarks/comm/gate.py --kinds ddp fsdp2 --reference bf16 --steps 500
 
 The gate is that of ``examples/gpt/gate.py``. The reference is DDP with FP8 layers and plain communication, so that only
@@ -9,7 +9,8 @@ communication differs, or, with ``--reference bf16``, DDP all in bf16; sigma is 
 static scaling with scale 1, has to fail. Gradients are not clipped, for of a model that is split partly no norm is
 defined across its meshes; so the learning rate is lower than the example's.
 
-Runs are kept in ``--runs`` as they are done, and taken from there. With ``--train`` kinds are trained without a report,
+All kinds see the same windows in each step, on any number of ranks. Runs are kept in ``--runs`` as they are done, and
+taken from there; with ``--reference-ranks`` reference and control are those of another number of ranks. With ``--train`` kinds are trained without a report,
 so that several processes can share the work.
 """
 
@@ -36,7 +37,8 @@ from lightning_fp8 import FP8Communication, FP8Precision, LayerSelection, Static
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 VALIDATIONS = 10
-BATCH = 16
+#: Windows a step, of all ranks together.
+BATCH = 32
 LEARNING_RATE = 2e-3
 
 
@@ -125,8 +127,7 @@ def train(kind: Kind, seed: int, settings: argparse.Namespace) -> tuple[Run, str
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Every kind sees the same windows in each step.
-    trainer.fit(model, TextData(batch_size=BATCH * dist.get_world_size() // data_ranks, seed=seed))
+    trainer.fit(model, TextData(batch_size=BATCH // data_ranks, seed=seed))
     layers = sum(len(part.converted) for part in plugin.conversions) if plugin is not None else 0
     losses = torch.stack(recorder.training).tolist()
     run = Run(seed, recorder.validations, count_spikes(losses), layers)
@@ -134,16 +135,25 @@ def train(kind: Kind, seed: int, settings: argparse.Namespace) -> tuple[Run, str
 
 
 def runs_of(name: str, seeds: int, settings: argparse.Namespace) -> list[tuple[Run, str]]:
-    """The runs of a kind, those that are kept already not trained again."""
-    file = settings.runs / f"{name}.json"
+    """The runs of a kind, those that are kept already not trained again.
+
+    Raises:
+        ValueError: runs of another number of ranks are missing.
+    """
+    ranks = dist.get_world_size() if name in TESTED else settings.reference_ranks or dist.get_world_size()
+    # Runs of other settings are none of this gate's.
+    parts = ranks, "gpu" if torch.cuda.is_available() else "cpu", settings.steps, settings.width, settings.layers
+    file = settings.runs / "-".join(map(str, parts)) / f"{name}.json"
     dist.barrier()  # Rank 0 has written.
     kept = json.loads(file.read_text()) if file.exists() else []
     dist.barrier()  # All ranks have looked before rank 0 writes.
     runs = [(Run(**run), summary) for run, summary in kept]
+    if len(runs) < seeds and ranks != dist.get_world_size():
+        raise ValueError(f"{file} has {len(runs)} of {seeds} runs: train them on {ranks} ranks first.")
     for seed in range(len(runs), seeds):
         runs.append(train(KINDS[name], seed, settings))
         if dist.get_rank() == 0:
-            settings.runs.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([(asdict(run), summary) for run, summary in runs]))
             print(f"{name}, seed {seed}: loss {runs[-1][0].final:.4f}", flush=True)
     return runs
@@ -166,7 +176,8 @@ def report(settings: argparse.Namespace) -> str:
         "# FP8 communication: the accuracy gate",
         "",
         f"{ranks} ranks, {machine}; GPT example, width {settings.width}, {settings.layers} blocks, {settings.steps} "
-        f"steps, {results[CONTROL][0][0].fp8_layers} layers in FP8 (delayed). Reference: DDP, {settings.reference} "
+        f"steps, {results[CONTROL][0][0].fp8_layers} layers in FP8 (delayed). Reference: DDP"
+        f"{f' on {settings.reference_ranks} ranks' if settings.reference_ranks else ''}, {settings.reference} "
         f"layers, plain communication; loss {noise.loss:.4f}, sigma {noise.sigma:.4f} of {noise.runs} runs; {seeds} "
         "seeds.",
         "",
@@ -206,7 +217,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--runs", type=Path, default=Path("runs/comm-gate"), help="where runs of these settings lie")
+    parser.add_argument("--reference-ranks", type=int, help="take reference and control from runs on so many ranks")
+    parser.add_argument("--runs", type=Path, default=Path("runs/comm-gate"), help="where runs lie")
     parser.add_argument("--train", nargs="+", choices=list(KINDS), help="only train these, for --seeds seeds")
     parser.add_argument("--output", type=Path, help="write the report here as well")
     settings = parser.parse_args()
@@ -215,9 +227,6 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
-    # Runs of other settings are none of this gate's.
-    parts = dist.get_world_size(), "gpu" if gpu else "cpu", settings.steps, settings.width, settings.layers
-    settings.runs /= "-".join(map(str, parts))
     if settings.train:
         for name in settings.train:
             runs_of(name, settings.seeds, settings)
