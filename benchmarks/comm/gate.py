@@ -10,8 +10,8 @@ static scaling with scale 1, has to fail. Gradients are not clipped, for of a mo
 defined across its meshes; so the learning rate is lower than the example's.
 
 All kinds see the same windows in each step, on any number of ranks. Runs are kept in ``--runs`` as they are done, and
-taken from there; with ``--reference-ranks`` reference and control are those of another number of ranks. With ``--train`` kinds are trained without a report,
-so that several processes can share the work.
+taken from there; with ``--reference-ranks`` reference and control are those of another number of ranks. With
+``--train`` kinds are trained without a report, so that several processes can share the work.
 """
 
 from __future__ import annotations
