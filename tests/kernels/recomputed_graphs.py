@@ -18,6 +18,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model
@@ -60,6 +61,13 @@ def permuted(x: Tensor) -> tuple[Tensor]:
     return (x.roll(1),)
 
 
+class Checkpointed(Inputs):
+    """What backward computes again is the user's choice here."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 def kept(forward: fx.GraphModule) -> Counter[str]:
     """The matrices that forward returns and hands to backward."""
     nodes = [n for n in forward.graph.output_node().args[0] if isinstance(n, fx.Node) and n.meta["val"].dim() > 1]  # type: ignore[union-attr]
@@ -73,6 +81,7 @@ def graphs() -> dict[str, Any]:
         "block": (block(),),
         "separate projections": (SeparateProjections(),),
         "functions": (Inputs(gelu, nothing_before, used_elsewhere, product, permuted),),
+        "checkpointed": (Checkpointed(gelu),),
         "ragged": (Inputs(gelu, ragged_columns), 200),
     }
     found = {}
