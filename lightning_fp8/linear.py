@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.ops import GemmLibrary, LinearCasts, scaled_linear, watched_linear
+from lightning_fp8.amaxes import watched_linear
+from lightning_fp8.ops import GemmLibrary, LinearCasts, scaled_linear
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.scaling import ScalingState
 

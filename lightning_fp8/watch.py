@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.ops import record_amax, record_gradient
+from lightning_fp8.amaxes import record_amax, record_gradient
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import StatisticsTable
 

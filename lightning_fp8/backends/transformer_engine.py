@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.checks import check_flag, first_line
 from lightning_fp8.formats import compute_scale
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import amax_of, round_up
 from lightning_fp8.linear import Float8Linear, Float8State
-from lightning_fp8.ops import record_amax, record_gradient, watched_linear
 from lightning_fp8.recipes import (
     ROLES,
     BlockwiseScaling,
