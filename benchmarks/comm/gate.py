@@ -201,8 +201,9 @@ def report(settings: argparse.Namespace) -> str:
             "",
             *(["```", *told, "```", ""] if told else []),
             f"Command: `torchrun --nproc-per-node={ranks} benchmarks/comm/gate.py --kinds {' '.join(settings.kinds)} "
-            f"--reference {settings.reference} --steps {settings.steps} --seeds {seeds}`; torch {torch.__version__}, "
-            f"{datetime.now(timezone.utc):%Y-%m-%d}.",
+            f"--reference {settings.reference} --steps {settings.steps} --seeds {seeds}"
+            f"{f' --reference-ranks {settings.reference_ranks}' if settings.reference_ranks else ''}`; "
+            f"torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}.",
             "",
         ]
     )
