@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fp8.recovery.verdict import local_values
+from lightning_fp8.ranks import local_values
 
 LossScale = Literal["dynamic"] | float
 

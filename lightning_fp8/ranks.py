@@ -1,12 +1,21 @@
-"""What each rank has of its own, for checkpoints, which hold one file for all."""
+"""What each rank has of its own: its part of a tensor, and of a checkpoint, which is one file for all."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """This rank's dense values of a parameter or gradient."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_from_ranks(mine: T) -> list[T]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from lightning_fp8.recovery.verdict import local_values
+from lightning_fp8.ranks import local_values
 
 Kind = Literal["batch", "activation", "gradient", "weight", "loss", "amax", "bit_flip", "exception", "kill"]
 KINDS: tuple[Kind, ...] = (

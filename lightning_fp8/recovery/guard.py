@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.loss_scaling import LossScaler
+from lightning_fp8.ranks import local_values
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.verdict import (
@@ -41,7 +42,6 @@ from lightning_fp8.recovery.verdict import (
     Layout,
     Thresholds,
     for_message,
-    local_values,
     seen_value,
 )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_fp8.recovery.verdict import local_values
+from lightning_fp8.ranks import local_values
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_fp8.checks import check_number
+from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import on_cpu
 
@@ -388,10 +388,3 @@ def seen_value(entry: Tensor) -> float:
     """What :func:`for_message` was given for a scalar of a message."""
     value = float(entry)
     return math.nan if value == math.inf else math.inf if value >= _INF else value
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    """This rank's dense values of a parameter or gradient."""
-    if tensor.is_sparse:
-        return tensor.coalesce().values()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.checks import first_line
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX
@@ -163,7 +164,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except Exception as error:  # torch raises many kinds, with pages of advice.
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{path} is no file as torch.save writes it (zip), or is cut short.") from error
-        raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} cannot be read as a checkpoint: {first_line(error)}") from error
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return checkpoint
