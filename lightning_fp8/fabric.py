@@ -15,7 +15,6 @@ from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
 from lightning_fp8.model import Conversion, conversions, use_saved_layers
 from lightning_fp8.policy import Precision
-from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.settings import FP8Settings
@@ -148,16 +147,7 @@ class FP8Precision(LightningPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors that stand for all ranks; every rank must call."""
-        for conversion in self.conversions:
-            conversion.runtime.share_amaxes()
-        states = [conversion.state_dict() for conversion in self.conversions]
-        state: dict[str, Any] = {
-            "conversions": states,
-            "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
-        }
-        if any(conversion.runtime.scaling.differs_by_rank for conversion in self.conversions):
-            state["conversions_of_ranks"] = gather_from_ranks(states)
-        return state
+        return self.settings.state_dict(self.conversions)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; the model must be set up.
@@ -165,7 +155,7 @@ class FP8Precision(LightningPrecision):
         Raises:
             ValueError: the number of converted modules differs.
         """
-        saved = own_part(state_dict.get("conversions_of_ranks", [])) or state_dict["conversions"]
+        saved = self.settings.saved_conversions(state_dict)
         if len(saved) != (here := len(self.conversions)):
             raise ValueError(
                 f"The state is of {len(saved)} converted modules, {here} are set up: call "

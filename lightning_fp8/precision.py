@@ -239,18 +239,11 @@ class TrainerPrecision:
         """
         trainer = getattr(self._module, "_trainer", None)
         alone = trainer is not None and trainer.interrupted
-        if not alone:
-            for conversion in self._conversions:
-                # One rank's checkpoint is loaded by all.
-                conversion.runtime.share_amaxes()
-        states, rng = [conversion.state_dict() for conversion in self._conversions], collect_rng_state()
+        rng = collect_rng_state()
         checkpoint[CHECKPOINT_KEY] = {
-            "conversions": states,
-            "loss_scaler": self.settings.loss_scaler.state_dict() if self.settings.loss_scaler else {},
+            **self.settings.state_dict(self._conversions, alone),
             "rng": [rng] if alone else gather_from_ranks(rng),
         }
-        if not alone and any(conversion.runtime.scaling.differs_by_rank for conversion in self._conversions):
-            checkpoint[CHECKPOINT_KEY]["conversions_of_ranks"] = gather_from_ranks(states)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume the FP8 state; a checkpoint without one starts from the data's own scales."""
@@ -258,7 +251,7 @@ class TrainerPrecision:
         if state is None:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
             return
-        saved_states = own_part(state.get("conversions_of_ranks", [])) or state["conversions"]
+        saved_states = self.settings.saved_conversions(state)
         if self._module is not None:
             self._refuse_other_layers_once_sharded(saved_states)
             use_saved_layers(self._module, saved_states)

@@ -12,6 +12,7 @@ from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
 from lightning_fp8.model import Conversion, check_tokens, conversions, convert_model, use_saved_layers
 from lightning_fp8.policy import Precision, PrecisionPolicy
+from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection
 
@@ -82,3 +83,29 @@ class FP8Settings:
             )
         use_saved_layers(module, saved)
         return conversions(module)
+
+    def state_dict(self, parts: Sequence[Conversion], alone: bool = False) -> dict[str, Any]:
+        """The state of ``parts`` and of the loss scale, plain values and CPU tensors that stand for all ranks.
+
+        Args:
+            parts: the conversions of all models.
+            alone: no other rank is waited for; otherwise every rank must call.
+        """
+        if not alone:
+            for conversion in parts:
+                # One rank's checkpoint is loaded by all.
+                conversion.runtime.share_amaxes()
+        states = [conversion.state_dict() for conversion in parts]
+        state: dict[str, Any] = {
+            "conversions": states,
+            "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler else {},
+        }
+        if not alone and any(conversion.runtime.scaling.differs_by_rank for conversion in parts):
+            state["conversions_of_ranks"] = gather_from_ranks(states)
+        return state
+
+    @staticmethod
+    def saved_conversions(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """This rank's states of the conversions, of what :meth:`state_dict` gave."""
+        saved: list[dict[str, Any]] = own_part(state.get("conversions_of_ranks", [])) or state["conversions"]
+        return saved
