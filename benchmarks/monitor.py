@@ -43,6 +43,7 @@ from lightning_fp8 import (
     compile_options,
 )
 from lightning_fp8.model import conversions
+from lightning_fp8.tuning.bench import run_step
 from lightning_fp8.tuning.decoder import SHAPES as GPU_SHAPES
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -129,7 +130,6 @@ class Clock(pl.Callback):
 
 VARIANTS: dict[str, Callable[[Path], list[pl.Callback]]] = {
     "plain": lambda _: [],
-    BARE: lambda _: [],
     "health every step": lambda _: [FP8HealthMonitor("log", progress_bar=False)],
     "amax every step": lambda _: [AmaxMonitor(1)],
     "report": lambda folder: [FP8Report(folder / "report.html")],
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5 if cuda else 2)
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
     parser.add_argument("--sync-debug", action="store_true", help="let a synchronisation in a timed step be an error")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:-1], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=[*list(VARIANTS)[:-1], BARE], choices=[*VARIANTS, BARE])
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     if args.sync_debug and not cuda:
@@ -216,19 +216,16 @@ def run_bare(task: Task, shape: DecoderShape, device: torch.device, args: Any) -
     batch, active = random_tokens(shape, device), conversions(task)
     task.to(device).train()
     optimizer = task.configure_optimizers()
+
+    def compute_loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed"):
+            return task.training_step(batch, 0)
+
     for index in range(args.steps):
         if index == args.warm_up:
             _synchronize()
             began = time.perf_counter()
-        for conversion in active:
-            conversion.step()
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed"):
-            loss = task.training_step(batch, index)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for conversion in active:
-            conversion.optimizer_stepped()
+        run_step(compute_loss, optimizer, active)
     _synchronize()
     return time.perf_counter() - began
 

@@ -162,10 +162,10 @@ def runs_of(name: str, seeds: int, settings: argparse.Namespace) -> list[tuple[R
 def report(settings: argparse.Namespace) -> str:
     """The page."""
     ranks = dist.get_world_size()
-    reference = [run for run, _ in runs_of(settings.reference, max(MIN_SIGMA_RUNS, settings.seeds), settings)]
-    noise = Noise.of(reference[: max(MIN_SIGMA_RUNS, settings.seeds)])
+    least = max(MIN_SIGMA_RUNS, settings.seeds)
+    noise = Noise.of([run for run, _ in runs_of(settings.reference, least, settings)][:least])
     seeds = max(settings.seeds, noise.seeds_needed())  # Fewer would leave the limit above 1% of the loss.
-    reference = [run for run, _ in runs_of(settings.reference, max(seeds, MIN_SIGMA_RUNS), settings)]
+    reference = [run for run, _ in runs_of(settings.reference, max(least, seeds), settings)]
     results = {
         name: runs_of(name, seeds, settings)[:seeds]
         for name in (CONTROL, *settings.kinds)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fp8 import LayerSelection, convert_model, shard
 from lightning_fp8.comm import FP8GradientState, fp8_gradient_hook
 from lightning_fp8.model import conversions
-from lightning_fp8.tuning.bench import compile_blocks
+from lightning_fp8.tuning.bench import compile_blocks, run_step
 from lightning_fp8.tuning.decoder import SHAPES, Decoder, random_tokens
 
 STRATEGIES = ("alone", "ddp", "fsdp2")
@@ -86,18 +86,10 @@ def make_step(strategy: str, precision: str, shape: str) -> Callable[[], Tensor]
     group = solo[dist.get_rank()] if strategy == "alone" else dist.group.WORLD
     active = conversions(model)
 
-    def step() -> Tensor:
-        for conversion in active:
-            conversion.step(group)
-        loss = F.cross_entropy(spread(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for conversion in active:
-            conversion.optimizer_stepped()
-        return loss.detach()
+    def compute_loss() -> Tensor:
+        return F.cross_entropy(spread(inputs).flatten(0, 1), targets.flatten())
 
-    return step
+    return lambda: run_step(compute_loss, optimizer, active, group)
 
 
 def measure(step: Callable[[], Tensor], rounds: int) -> tuple[float, float]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
 from lightning_fp8.compiling import compile_options
-from lightning_fp8.model import conversions, convert_model
+from lightning_fp8.model import Conversion, conversions, convert_model
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 
@@ -30,7 +31,6 @@ FIRST_STEPS = 6
 BACKENDS: dict[str, Backend] = {
     "native": NativeBackend(),
     "fbgemm": NativeBackend(gemm="fbgemm"),
-    "recompute": NativeBackend(recompute_weight_cast=True),
     "torchao": TorchaoBackend(),
     "transformer_engine": TransformerEngineBackend(),
 }
@@ -183,21 +183,41 @@ def build_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     active = conversions(model)
 
-    def step() -> torch.Tensor:
-        for conversion in active:
-            conversion.step()
+    def compute_loss() -> torch.Tensor:
         if mode == "-graphs":
             torch.compiler.cudagraph_mark_step_begin()
         with context():
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for conversion in active:
-            conversion.optimizer_stepped()
-        return loss.detach()
+            return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    return step
+    return lambda: run_step(compute_loss, optimizer, active)
+
+
+def run_step(
+    compute_loss: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    active: Sequence[Conversion],
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """One training step with FP8 layers, without a Trainer.
+
+    Args:
+        compute_loss: forward, and the loss.
+        optimizer: takes the step.
+        active: the model's conversions.
+        group: the ranks that share amaxes; ``None`` is all of them.
+
+    Returns:
+        The loss, detached.
+    """
+    for conversion in active:
+        conversion.step(group)
+    loss = compute_loss()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for conversion in active:
+        conversion.optimizer_stepped()
+    return loss.detach()
 
 
 def compile_blocks(model: Decoder, options: Mapping[str, Any] | None = None) -> None:
