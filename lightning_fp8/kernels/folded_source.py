@@ -1,8 +1,8 @@
 """Triton kernels that compute the values they cast: their source, written for each expression.
 
-A kernel of this kind is ``cast_stored`` or ``cast_later`` of :mod:`lightning_fp8.kernels.triton_scalar` with a function
-of its own for loading a tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any
-more: as Inductor does within a kernel.
+A kernel of this kind is one of :mod:`lightning_fp8.kernels.triton_scalar` with functions of its own for the values of a
+tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does
+within a kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,47 +22,45 @@ _HEAD = '''"""A cast and what computes its values; written by lightning_fp8.kern
 import triton
 import triton.language as tl
 
-from lightning_fp8.kernels.triton_common import row_numbers, tanh
-from lightning_fp8.kernels.triton_scalar import {kernel}_tile
+from lightning_fp8.kernels.triton_common import quarter_of, row_numbers, tanh
+from lightning_fp8.kernels.triton_scalar import as_they_are, {kernel}_tile
 '''
 
-_ROWS = """
+#: ``VALUES`` of ``triton_common.cast_tile``.
+_VALUES = """
 
 @triton.jit
-def computed_rows_{index}(inputs, row, column, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def {name}(inputs, row, column, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     r = row_numbers(row, J, R).to(tl.int64)
     c = column + tl.arange(0, C)
 {lines}
-    return {result}.to({dtype})
+    return {results}
 """
 
-_TILE = """
+#: ``LOAD`` of ``triton_scalar.cast_stored_tile``, where it depends on the column what is computed.
+_LOAD = """
 
 @triton.jit
 def computed_tile(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
     Q: tl.constexpr = R // 4
 {lines}
-    return a, b, c, d
+    return a[0], b[0], c[0], d[0]
 """
 
 _KERNEL = """
 
-@triton.jit(do_not_specialize=["rows", "group"])
-def {name}(
-    {inputs}, {tensors}, rows, columns, padded, group,
-    {parameters}R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
-):
+@triton.jit
+def {name}({parameters}):
     {kernel}_tile(
-        computed_tile, ({inputs},), {tensors}, rows, columns, padded, group,
-        {constants}{pieces}, R, C, EVEN,
+        {functions}, ({inputs},), {arguments},
+        {pieces}, R, C, EVEN,
     )
 """
 
-#: The tensors beside the inputs and the constants before the tile's, by kernel.
-_ARGUMENTS = {
-    "cast_stored": (("codes", "codes_t", "decode", "decode_t", "slot"), ("STRAIGHT", "RULE", "TRANSPOSED", "RULE_T")),
-    "cast_later": (("codes_t", "decode_t", "kept"), ()),
-}
+#: Arguments of a kernel that only the matrix has which it reads from memory.
+_OF_THE_MATRIX = ("x", "stride")
+#: Constants that all kernels have last.
+_OF_THE_TILE = ("R", "C", "EVEN")
 
 
 @dataclass(frozen=True)
@@ -84,36 +83,46 @@ class Source:
     Attributes:
         name: the kernel's.
         text: a module.
-        inputs: whose memory it reads: its first arguments, ``x0`` and so on.
+        inputs: whose memory it reads: its first arguments, ``x0`` and so on. The others have the names that they have
+            where the matrix is in memory.
+        pieces: tiles that a program casts at once.
     """
 
     name: str
     text: str
     inputs: tuple[fx.Node, ...]
+    pieces: int
 
 
-def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: str = "cast_stored") -> Source:
-    """The source of a ``kernel`` that casts ``pieces`` side by side, as a matrix of ``dtype``."""
+def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
+    """The source of a kernel as ``kernel`` of ``triton_scalar`` for ``pieces`` side by side, a matrix of ``dtype``."""
     values = [piece.value for piece in pieces]
     everything = in_order(values)
     inputs = tuple(dict.fromkeys(value.node for value in everything if isinstance(value, Leaf)))
     used = dict.fromkeys(value.name for value in everything if isinstance(value, Operation))
-    name = "_".join([f"{kernel}_of", *(["cat"] if len(pieces) > 1 else []), *used])[:96]
-    text = _HEAD.format(kernel=kernel)
-    for index, value in enumerate(values):
-        text += _rows(index, value, inputs, dtype)
-    text += _TILE.format(lines=_tile([piece.columns for piece in pieces]))
-    tensors, constants = _ARGUMENTS[kernel]
+    base = kernel.__name__
+    name = "_".join([f"{base}_of", *(["cat"] if len(pieces) > 1 else []), *used])[:96]
+    text = _HEAD.format(kernel=base)
+    at_once = len(pieces) == 1 or _share(pieces)
+    if at_once:
+        text += _values("computed", values, inputs, dtype)
+    else:
+        for index, value in enumerate(values):
+            text += _values(f"computed_{index}", [value], inputs, dtype)
+        text += _LOAD.format(lines=_tile([piece.columns for piece in pieces]))
+    names = [f"x{index}" for index in range(len(inputs))]
+    others = [argument for argument in kernel.arg_names if argument not in _OF_THE_MATRIX]
+    count = len(pieces) if at_once else 1
     text += _KERNEL.format(
-        kernel=kernel,
+        kernel=base,
         name=name,
-        inputs=", ".join(f"x{index}" for index in range(len(inputs))),
-        tensors=", ".join(tensors),
-        parameters="".join(f"{constant}: tl.constexpr, " for constant in constants),
-        constants="".join(f"{constant}, " for constant in constants),
-        pieces=len(pieces) if _share(pieces) else 1,
+        parameters=", ".join(f"{n}: tl.constexpr" if n.isupper() else n for n in (*names, *others)),
+        functions="as_they_are, computed" if at_once else "computed_tile, quarter_of",
+        inputs=", ".join(names),
+        arguments=", ".join(argument for argument in others if argument not in _OF_THE_TILE),
+        pieces=count,
     )
-    return Source(name, text, inputs)
+    return Source(name, text, inputs, count)
 
 
 def load(text: str) -> ModuleType:
@@ -124,25 +133,25 @@ def load(text: str) -> ModuleType:
 
 
 def _share(pieces: Sequence[Piece]) -> bool:
-    """Whether pieces are equally wide and made from the same memory."""
-    widths = {piece.columns for piece in pieces}
+    """Whether there are two, equally wide and made from the same memory. More would take too many registers."""
     read = [set(matrices([piece.value])) for piece in pieces]
-    return len(pieces) > 1 and len(widths) == 1 and bool(set.intersection(*read))
+    return len(pieces) == 2 and pieces[0].columns == pieces[1].columns and bool(set.intersection(*read))
 
 
-def _rows(index: int, value: Value, inputs: tuple[fx.Node, ...], dtype: torch.dtype) -> str:
-    """The function that computes every fourth row of a tile of a piece."""
+def _values(name: str, values: Sequence[Value], inputs: tuple[fx.Node, ...], dtype: torch.dtype) -> str:
+    """The function that computes every fourth row of a tile of each of ``values``."""
     names: dict[Leaf | Operation, str] = {}
     lines = []
-    for part in in_order([value]):
+    for part in in_order(values):
         names[part] = f"v{len(names)}"
         if isinstance(part, Leaf):
             text = _load(part, f"inputs[{inputs.index(part.node)}]")
         else:
             text = part.text.format(*(repr(v) if isinstance(v, float) else names[v] for v in part.operands))
         lines.append(f"    {names[part]} = {text}")
-    result = repr(value) if isinstance(value, float) else names[value]
-    return _ROWS.format(index=index, lines="\n".join(lines), result=result, dtype=f"tl.{str(dtype)[6:]}")
+    # What has no matrix is read from memory: these are no numbers.
+    results = "".join(f"{names[value]}.to(tl.{str(dtype)[6:]}), " for value in values if not isinstance(value, float))
+    return _VALUES.format(name=name, lines="\n".join(lines), results=f"({results.strip()})")
 
 
 def _load(leaf: Leaf, pointer: str) -> str:
@@ -162,15 +171,12 @@ def _load(leaf: Leaf, pointer: str) -> str:
 
 def _tile(widths: Sequence[int]) -> str:
     """The four matrices of a tile, from the piece in which it lies."""
-    lines, first = [], 0
+    lines, first, indent = [], 0, " " * 8
     for index, width in enumerate(widths):
-        indent = "    "
-        if len(widths) > 1:
-            last = index == len(widths) - 1
-            lines.append("    else:" if last else f"    {'el' if index else ''}if column < {first + width}:")
-            indent *= 2
+        last = index == len(widths) - 1
+        lines.append("    else:" if last else f"    {'el' if index else ''}if column < {first + width}:")
         lines += [
-            f"{indent}{matrix} = computed_rows_{index}(inputs, row, column{f' - {first}' if first else ''}, {j}, Q, C)"
+            f"{indent}{matrix} = computed_{index}(inputs, row, column{f' - {first}' if first else ''}, {j}, Q, C)"
             for j, matrix in enumerate("abcd")
         ]
         first += width

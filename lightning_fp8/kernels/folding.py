@@ -1,14 +1,16 @@
-"""A pass over Inductor's graphs: casts with stored scales compute the values they cast, instead of reading them.
+"""A pass over Inductor's graphs: casts compute the values they cast, instead of reading them.
 
 Inductor does not look into a Triton kernel that is not its own: between the elementwise operations before a cast and
-the cast itself it would write the values to memory, to be read again at once. Here the operations move into the cast.
+the cast itself it would write the values to memory, to be read again at once. Here the operations move into the cast;
+where scales come from the data, into the pass for their amaxes as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,6 +34,9 @@ from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
 
+#: Rows and columns of a tile of values whose amax is taken.
+AMAX_TILE = (64, 128)
+
 #: What decides on graphs that casts are folded in, and on their kernels.
 FILES = (
     "folding.py",
@@ -54,7 +59,7 @@ class FoldIntoCasts(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Fold what can be folded."""
-        casts = [cast for node in graph.nodes if (cast := StoredCast.of(node)) is not None]
+        casts = [cast for node in graph.nodes if (cast := KernelOfCast.of(node)) is not None]
         while casts:
             inside = leading_to(graph, casts)
             for cast in casts:
@@ -77,35 +82,44 @@ class FoldIntoCasts(CustomGraphPass):
         return get_hash_for_files(paths(FILES))
 
 
-class StoredCast:
-    """A node that launches ``triton_scalar.cast_stored`` or ``cast_later``.
+class KernelOfCast:
+    """A node that launches a kernel of a cast: one that writes codes, or finds amaxes for it.
 
     Attributes:
         node: the node.
-        x: the matrix it casts.
+        arguments: those of the kernel.
+        x: the matrix it reads.
         root: what the matrix is but for views.
         pieces: what it can compute, side by side; empty for nothing.
     """
 
-    def __init__(self, node: fx.Node, x: fx.Node, tile_columns: int) -> None:
+    def __init__(self, node: fx.Node, arguments: Mapping[str, Any]) -> None:
         self.node = node
-        self.x = x
-        self.root = x
+        self.arguments = arguments
+        self.x: fx.Node = arguments["x"]
+        self.root = self.x
         self.pieces: list[Piece] = []
-        self._tile_columns = tile_columns
 
     @staticmethod
-    def of(node: fx.Node) -> StoredCast | None:
+    def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
-        from lightning_fp8.kernels.triton_scalar import cast_later, cast_stored
+        from lightning_fp8.kernels import triton_scalar as kernels
 
-        if getattr(kernel_of(node), "fn", None) not in (cast_stored, cast_later):
+        kernel = getattr(kernel_of(node), "fn", None)
+        of_a_tile = kernels.cast_stored, kernels.cast_later, kernels.amax_rows_and_columns, kernels.cast_from_amaxes
+        if kernel not in (*of_a_tile, kernels.amax_partials):
             return None
         arguments = arguments_of(node)
-        known = all(type(arguments[name]) is int for name in ("rows", "columns", "padded", "group"))
-        if not (known and arguments["EVEN"] and shape_of(arguments["x"])):
+        shape = shape_of(arguments["x"])
+        if shape is None or any(isinstance(a, fx.Node) and shape_of(a) is None for a in arguments.values()):
             return None
-        return StoredCast(node, arguments["x"], arguments["C"])
+        if kernel is kernels.amax_partials:
+            # Its tiles are of any shape: in memory, where all values lie.
+            (rows, columns), (tile_rows, tile_columns) = shape, AMAX_TILE
+            even = rows % tile_rows == 0 and columns % tile_columns == 0
+            tile = {"rows": rows, "columns": columns, "R": tile_rows, "C": tile_columns, "EVEN": even}
+            arguments = {**arguments, **tile}
+        return KernelOfCast(node, arguments) if arguments["EVEN"] else None
 
     def look(self, inside: AbstractSet[fx.Node]) -> None:
         """Find ``root`` and ``pieces``; ``inside`` are the nodes that lead to casts to be folded and nowhere else."""
@@ -121,12 +135,12 @@ class StoredCast:
         pieces = []
         for part in _side_by_side(self.root):
             shape, value = shape_of(part), reader.value(part)
-            if value is None or shape is None or shape[-1] % self._tile_columns or not matrices([value]):
+            if value is None or shape is None or shape[-1] % self.arguments["C"] or not matrices([value]):
                 return
             pieces.append(Piece(value, shape[-1]))
         self.pieces = pieces
 
-    def is_worth_folding(self, casts: Sequence[StoredCast]) -> bool:
+    def is_worth_folding(self, casts: Sequence[KernelOfCast]) -> bool:
         """Whether there is something to compute, and reading for it costs no more than the matrix did."""
         values = [piece.value for piece in self.pieces]
         read = [value for value in in_order(values) if isinstance(value, Leaf)]
@@ -142,13 +156,22 @@ class StoredCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel_of(self.node).fn.__name__)
-        arguments = {f"x{index}": read for index, read in enumerate(source.inputs)}
-        arguments |= {name: value for name, value in arguments_of(self.node).items() if name not in ("x", "stride")}
-        relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments)
+        from lightning_fp8.kernels.triton_scalar import amax_partials, amax_rows_and_columns
+
+        kernel = kernel_of(self.node).fn
+        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel)
+        arguments: dict[str, Any] = {f"x{index}": read for index, read in enumerate(source.inputs)}
+        arguments |= {name: value for name, value in self.arguments.items() if name not in ("x", "stride")}
+        share = source.pieces
+        if kernel is amax_rows_and_columns:
+            # As many values at once as of one piece: it holds them until it has gone through all.
+            arguments["C"] //= share
+        if kernel in (amax_partials, amax_rows_and_columns):
+            share = 1
+        relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments, share)
 
 
-def leading_to(graph: fx.Graph, casts: Sequence[StoredCast]) -> set[fx.Node]:
+def leading_to(graph: fx.Graph, casts: Sequence[KernelOfCast]) -> set[fx.Node]:
     """The nodes that lead to the inputs of ``casts`` and nowhere else."""
     input_of = {cast.node: cast.x for cast in casts}
     inside: set[fx.Node] = set()

@@ -26,19 +26,21 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
 
 
-def relaunch(node: fx.Node, kernel: Any, arguments: Mapping[str, Any]) -> None:
-    """Let ``node`` launch ``kernel``, as many programs and warps as before, with ``arguments``.
+def relaunch(node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: int = 1) -> None:
+    """Let ``node`` launch ``kernel`` with ``arguments``: as many warps as before, and one program for ``share`` before.
 
     What the kernel writes must have the names of what the node's kernel has written before, or of some of it.
     """
     constants = {name: value for name, value in arguments.items() if value is None or isinstance(value, tuple)}
     others = {name: value for name, value in arguments.items() if name not in constants}
+    grids: Any = node.kwargs["grid"]
     written: Any = node.kwargs["tensors_to_clone"]
     written = [name for name in written if name in others]
     node.kwargs = {
         **node.kwargs,
         "kernel_idx": kernel_side_table.add_kernel(with_warps(kernel, kernel_of(node).configs[0].num_warps)),
         "constant_args_idx": kernel_side_table.add_constant_args(constants),
+        "grid": [tuple(size // share if axis == 0 else size for axis, size in enumerate(grid)) for grid in grids],
         "kwargs": others,
         "tensors_to_clone": written,
     }

@@ -12,6 +12,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
@@ -97,11 +98,13 @@ class BothOperands:
         arguments = arguments_of(node)
         with graph.inserting_after(node):
             scale = graph.call_function(operator.getitem, (node, "decode_t"))
-        scale.meta["val"] = arguments["decode_t"].meta["val"]
+        # A tensor of its own: Inductor takes arguments that are one tensor for one memory.
+        scale.meta["val"] = torch.empty_like(arguments["decode_t"].meta["val"])
         with graph.inserting_after(scale):
             later = graph.node_copy(node)
         with graph.inserting_before(later):
             decode = graph.node_copy(arguments["decode_t"])
+        decode.meta["val"] = torch.empty_like(scale.meta["val"])
         same = ("x", "codes_t", "rows", "columns", "stride", "padded", "group", "R", "C", "EVEN")
         relaunch(later, cast_later, {**{n: arguments[n] for n in same}, "decode_t": decode, "kept": scale})
         relaunch(node, cast_stored, {**arguments, "codes_t": None, "TRANSPOSED": LATER})

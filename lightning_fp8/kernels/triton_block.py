@@ -20,6 +20,7 @@ from lightning_fp8.kernels.triton_common import (
     load_tile,
     magnitude,
     magnitudes,
+    quarter_of,
     reciprocal,
 )
 
@@ -57,7 +58,7 @@ def cast_blocks_128(
     row = row_tile * 128
     column = column_tile * 128
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
-    column_bits = tl.max(bits_of(magnitudes(a, b, c, d)), axis=0)
+    column_bits = tl.max(bits_of(magnitudes((a, b, c, d), 4)), axis=0)
     bits = tl.max(column_bits, axis=0)
     if NOTE:
         tl.atomic_max(as_bits(slot), bits, sem="relaxed")
@@ -81,8 +82,8 @@ def cast_blocks_128(
         scale_t = apart(compute_scale(float_of(bits), RULE_T), padded)
         tl.store(decode_t + column_tile * (padded // 128) + row_tile, reciprocal(scale_t))
     cast_tile(
-        codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, padded, columns,
-        STRAIGHT, TRANSPOSED, 128, 128, True,
+        quarter_of, (a, b, c, d), codes, codes_t, (scale_a, scale_b, scale_c, scale_d), (scale_t,),
+        row, column, padded, columns, STRAIGHT, TRANSPOSED, 1, 128, 128, True,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def cast_blocks_32(
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
-    largest = magnitudes(a, b, c, d)
+    largest = magnitudes((a, b, c, d), 4)
     if NOTE:
         tl.atomic_max(as_bits(slot), amax_bits(largest), sem="relaxed")
     scale_a, scale_b, scale_c, scale_d, scale_t = 1.0, 1.0, 1.0, 1.0, 1.0
@@ -136,6 +137,6 @@ def cast_blocks_32(
         tl.store(pointers, decode_scale, mask=(block < padded // 32)[:, None] & (k < columns)[None, :])
         scale_t = tl.reshape(tl.broadcast_to(reciprocal(decode_scale)[:, None, :], (R // 32, 8, C)), (R // 4, C))
     cast_tile(
-        codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, padded, columns,
-        STRAIGHT, TRANSPOSED, R, C, EVEN,
+        quarter_of, (a, b, c, d), codes, codes_t, (scale_a, scale_b, scale_c, scale_d), (scale_t,),
+        row, column, padded, columns, STRAIGHT, TRANSPOSED, 1, R, C, EVEN,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A program works on a tile of ``ROWS x COLUMNS`` values, held as four matrices: rows 0, 4, 8, ... of the tile, rows 1, 5,
 9, ..., and so on. Four codes of one column that lie below each other then meet in one lane, where they are packed into
-one 32-bit word; the transpose moves words instead of bytes, a quarter of the accesses to shared memory.
+one 32-bit word; the transpose moves words instead of bytes, a quarter of the accesses to shared memory. Kernels have
+the matrices from a function, ``VALUES``, because they may be computed as well as loaded.
 
 Amaxes travel as the bits of non-negative fp32 numbers: as integers these are ordered like the numbers, Inf lies above
 all finite ones and NaN above Inf, so that an integer maximum propagates both.
@@ -51,9 +52,12 @@ def magnitude(values):
 
 
 @triton.jit
-def magnitudes(a, b, c, d):
-    """The largest magnitude among four matrices, elementwise; NaN propagates."""
-    return larger(larger(magnitude(a), magnitude(b)), larger(magnitude(c), magnitude(d)))
+def magnitudes(values, COUNT: tl.constexpr):
+    """The largest magnitude among ``COUNT`` matrices, elementwise; NaN propagates."""
+    largest = magnitude(values[0])
+    for i in tl.static_range(1, COUNT):
+        largest = larger(largest, magnitude(values[i]))
+    return largest
 
 
 @triton.jit
@@ -176,26 +180,63 @@ def load_tile(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def _cast_rows(
-    codes, codes_t, values, scale, scale_t, row, column, rows, columns,
-    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    J: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+def quarter_of(tile, row, column, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """``VALUES`` of a tile that has been loaded: one piece."""
+    return (tile[J],)
+
+
+@triton.jit
+def tile_magnitudes(
+    VALUES: tl.constexpr, tile, row, column, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Writes the straight codes of every fourth row; returns the transposed ones, each at its place in its word."""
-    if STRAIGHT:
-        r = row_numbers(row, J, R)
-        c = column + tl.arange(0, C)
-        pointers = codes + (r.to(tl.int64) * columns)[:, None] + c[None, :]
-        encoded = encode(values, scale, codes.dtype.element_ty)
-        if EVEN:
-            tl.store(pointers, encoded)
-        else:
-            tl.store(pointers, encoded, mask=(r < rows)[:, None] & (c < columns)[None, :])
-    if TRANSPOSED:
-        word = encode(values, scale_t, codes_t.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.uint32)
-        return word << (8 * J)
+    """The largest magnitude among all matrices of a tile, elementwise: ``[R / 4, C]``; see ``cast_tile``."""
+    a = magnitudes(VALUES(tile, row, column, 0, R // 4, C), PIECES)
+    b = magnitudes(VALUES(tile, row, column, 1, R // 4, C), PIECES)
+    c = magnitudes(VALUES(tile, row, column, 2, R // 4, C), PIECES)
+    d = magnitudes(VALUES(tile, row, column, 3, R // 4, C), PIECES)
+    return larger(larger(a, b), larger(c, d))
+
+
+@triton.jit
+def appended(items, value):
+    """The tuple ``items`` with one more."""
+    return items + (value,)  # noqa: RUF005  # Triton knows no stars.
+
+
+@triton.jit
+def times(value, COUNT: tl.constexpr):
+    """A tuple that holds ``value`` ``COUNT`` times."""
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = appended(found, value)
+    return found
+
+
+@triton.jit
+def _store_rows(
+    codes, values, scale, row, column, rows, columns, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """The straight codes of every fourth row."""
+    r = row_numbers(row, J, R)
+    c = column + tl.arange(0, C)
+    pointers = codes + (r.to(tl.int64) * columns)[:, None] + c[None, :]
+    encoded = encode(values, scale, codes.dtype.element_ty)
+    if EVEN:
+        tl.store(pointers, encoded)
     else:
-        return tl.zeros((R, C), tl.uint32)
+        tl.store(pointers, encoded, mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def _with_codes(words, codes_t, values, scales_t, J: tl.constexpr, PIECES: tl.constexpr):
+    """``words`` with the transposed codes of every fourth row, each at its place in its word."""
+    found = ()
+    for piece in tl.static_range(PIECES):
+        encoded = encode(values[piece], scales_t[piece], codes_t.dtype.element_ty)
+        word = encoded.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * J)
+        found = appended(found, words[piece] | word)
+    return found
 
 
 @triton.jit
@@ -215,30 +256,33 @@ def _store_words(
 
 @triton.jit
 def cast_tile(
-    codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, rows, columns,
-    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    VALUES: tl.constexpr, tile, codes, codes_t, scales, scales_t, row, column, rows, columns,
+    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile into ``[rows, columns]`` and ``[columns, rows]``; scales broadcast against the matrices.
+    """Codes of a tile into ``[rows, columns]`` and ``[columns, rows]``.
 
-    One matrix after the other, so that few values are live at once. Returns the tile's ``magnitudes``.
+    A tile has one range of ``C`` columns in each of ``PIECES`` equal ranges of the matrix's columns, its pieces.
+    ``VALUES(tile, row, column, J, R / 4, C)`` gives their rows ``J``, ``J + 4``, ...: a matrix a piece. All of these
+    are made before the next ``J``, so that few values are live at once. There is a scale in ``scales`` for each ``J``,
+    in ``scales_t`` for each piece, that broadcasts against the matrices. Returns what ``tile_magnitudes`` does.
     """
     Q: tl.constexpr = R // 4
-    largest = magnitude(a)
-    words = _cast_rows(
-        codes, codes_t, a, scale_a, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 0, Q, C, EVEN
-    )
-    largest = larger(largest, magnitude(b))
-    words |= _cast_rows(
-        codes, codes_t, b, scale_b, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 1, Q, C, EVEN
-    )
-    largest = larger(largest, magnitude(c))
-    words |= _cast_rows(
-        codes, codes_t, c, scale_c, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 2, Q, C, EVEN
-    )
-    largest = larger(largest, magnitude(d))
-    words |= _cast_rows(
-        codes, codes_t, d, scale_d, scale_t, row, column, rows, columns, STRAIGHT, TRANSPOSED, 3, Q, C, EVEN
-    )
+    words = times(tl.zeros((Q, C), tl.uint32), PIECES)
+    for J in tl.static_range(4):
+        values = VALUES(tile, row, column, J, Q, C)
+        if J == 0:  # noqa: SIM108  # What is not compiled has no type.
+            largest = magnitudes(values, PIECES)
+        else:
+            largest = larger(largest, magnitudes(values, PIECES))
+        if STRAIGHT:
+            for piece in tl.static_range(PIECES):
+                place = column + piece * (columns // PIECES)
+                _store_rows(codes, values[piece], scales[J], row, place, rows, columns, J, Q, C, EVEN)
+        if TRANSPOSED:
+            words = _with_codes(words, codes_t, values, scales_t, J, PIECES)
     if TRANSPOSED:
-        _store_words(codes_t, words, row, column, rows, columns, Q, C, EVEN)
+        for piece in tl.static_range(PIECES):
+            place = column + piece * (columns // PIECES)
+            _store_words(codes_t, words[piece], row, place, rows, columns, Q, C, EVEN)
     return largest

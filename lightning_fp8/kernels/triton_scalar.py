@@ -14,6 +14,7 @@ from lightning_fp8.kernels.triton_common import (
     MIN_SCALE,
     amax_bits,
     apart,
+    appended,
     as_bits,
     bits_of,
     cast_tile,
@@ -24,8 +25,12 @@ from lightning_fp8.kernels.triton_common import (
     load_tile,
     magnitude,
     magnitudes,
+    quarter_of,
     reciprocal,
+    row_numbers,
+    tile_magnitudes,
     tile_position,
+    times,
 )
 
 #: Fields of a slot, see ``lightning_fp8.statistics``.
@@ -53,6 +58,12 @@ def load_matrix(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.const
     return load_tile(inputs[0], inputs[1], row, column, rows, columns, R, C, EVEN)
 
 
+@triton.jit
+def as_they_are(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """Nothing is loaded beforehand: ``VALUES`` takes the inputs themselves."""
+    return inputs
+
+
 @triton.jit(do_not_specialize=["rows", "group"])
 def cast_stored(
     x, codes, codes_t, decode, decode_t, slot, rows, columns, stride, padded, group,
@@ -62,22 +73,74 @@ def cast_stored(
 ):  # fmt: skip
     """Tensorwise scales from the slot; one program a tile. ``TRANSPOSED`` may be ``LATER``."""
     cast_stored_tile(
-        load_matrix, (x, stride), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
+        load_matrix, quarter_of, (x, stride), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
         STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
+def _first_of_tile(
+    program, rows, columns, group, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The first row and column of a program's tile, in the first of its pieces."""
+    row_tile, column_tile = tile_position(program, tl.cdiv(rows, R), tl.cdiv(columns, C * PIECES), group)
+    return row_tile * R, column_tile * C
+
+
+@triton.jit
+def _first_in_order(tile, columns, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The same of the tile of this number, where one program goes through them along the rows."""
+    column_tiles = tl.cdiv(columns, C * PIECES)
+    return tile // column_tiles * R, tile % column_tiles * C
+
+
+@triton.jit
+def _amax_of_tiles(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, first, step, rows, columns,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The amax of the tiles ``first``, ``first + step``, ..."""
+    tiles = tl.cdiv(rows, R) * tl.cdiv(columns, C * PIECES)
+    seen = tl.zeros((R // 4, C), tl.float32)
+    tile = first
+    while tile < tiles:
+        row, column = _first_in_order(tile, columns, PIECES, R, C)
+        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+        seen = larger(seen, tile_magnitudes(VALUES, loaded, row, column, PIECES, R, C))
+        tile += step
+    return float_of(amax_bits(seen))
+
+
+@triton.jit
+def _cast_all_tiles(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
+    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Cast the whole matrix in one program."""
+    tiles = tl.cdiv(padded, R) * tl.cdiv(columns, C * PIECES)
+    tile = 0
+    while tile < tiles:
+        row, column = _first_in_order(tile, columns, PIECES, R, C)
+        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+        cast_tile(
+            VALUES, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES), row, column, padded, columns,
+            STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
+        )  # fmt: skip
+        tile += 1
+
+
+@triton.jit
 def cast_stored_tile(
-    LOAD: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot,
+    rows, columns, padded, group,
     STRAIGHT: tl.constexpr, RULE: tl.constexpr,
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """What a program of ``cast_stored`` does, wherever the values come from.
 
-    ``LOAD(inputs, row, column, rows, columns, R, C, EVEN)`` gives them like ``load_tile``. Programs go through
-    ``PIECES`` equal ranges of columns at once: pieces that are made from the same memory then find it in the cache.
+    ``LOAD(inputs, row, column, rows, columns, R, C, EVEN)`` gives what ``VALUES`` takes, see ``cast_tile``.
 
     A scale that is unset must come from this tensor's own amax, which no program knows before all have finished. So all
     cast with scale 1, which is right for a tensor of zeros and for one that is not finite; the program that finishes
@@ -87,10 +150,8 @@ def cast_stored_tile(
     that have finished: as a float, such a count lies below all scales.
     """
     CODES_T: tl.constexpr = TRANSPOSED == 1
-    row_tiles = tl.cdiv(padded, R)
-    column_tiles = tl.cdiv(columns, C)
-    row, column = _piece_position(row_tiles, column_tiles, group, PIECES, R, C)
-    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+    row, column = _first_of_tile(tl.program_id(0), padded, columns, group, PIECES, R, C)
+    loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     scale = 1.0
     scale_t = 1.0
     unset = False
@@ -104,8 +165,8 @@ def cast_stored_tile(
         unset_t = scale_t < MIN_SCALE
         scale_t = tl.where(unset_t, 1.0, scale_t)
     largest = cast_tile(
-        codes, codes_t, a, b, c, d, scale, scale, scale, scale, scale_t, row, column, padded, columns,
-        STRAIGHT, CODES_T, R, C, EVEN,
+        VALUES, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES), row, column, padded, columns,
+        STRAIGHT, CODES_T, PIECES, R, C, EVEN,
     )  # fmt: skip
     tl.atomic_max(as_bits(slot), amax_bits(largest), sem="relaxed")
     if tl.program_id(0) == 0:
@@ -117,48 +178,27 @@ def cast_stored_tile(
         counter = as_bits(slot) + tl.where(unset, _SCALE, _SCALE_TRANSPOSED)
         # The atomic is one thread's: all others must have stored before it.
         tl.debug_barrier()
-        tiles = row_tiles * column_tiles
+        tiles = tl.cdiv(padded, R) * tl.cdiv(columns, C * PIECES)
         if tl.atomic_add(counter, 1) == tiles - 1:
-            bits = tl.zeros((), tl.int32)
-            tile = tl.zeros((), tl.int32)
-            while tile < tiles:
-                row = tile // column_tiles * R
-                column = tile % column_tiles * C
-                a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
-                bits = tl.maximum(bits, amax_bits(magnitudes(a, b, c, d)))
-                tile += 1
-            amax = float_of(bits)
+            # Half of the values at once, lest this take registers from the way that all other calls go.
+            NARROW: tl.constexpr = C // (2 * PIECES)
+            amax = _amax_of_tiles(LOAD, VALUES, inputs, 0, 1, rows, columns, PIECES, R, NARROW, EVEN)
             telling = (amax > 0.0) & (amax <= LARGEST)
             if telling:
                 if STRAIGHT:
                     scale = tl.where(unset, compute_scale(amax, RULE), scale)
                 if TRANSPOSED:
                     scale_t = apart(tl.where(unset_t, compute_scale(amax, RULE_T), scale_t), padded)
-                tile = tl.zeros((), tl.int32)
-                while tile < tiles:
-                    row = tile // column_tiles * R
-                    column = tile % column_tiles * C
-                    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
-                    cast_tile(
-                        codes, codes_t, a, b, c, d, scale, scale, scale, scale, scale_t, row, column, padded, columns,
-                        STRAIGHT, CODES_T, R, C, EVEN,
-                    )  # fmt: skip
-                    tile += 1
+                _cast_all_tiles(
+                    LOAD, VALUES, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
+                    STRAIGHT, CODES_T, PIECES, R, NARROW, EVEN,
+                )  # fmt: skip
             if STRAIGHT:
                 tl.store(slot + _SCALE, tl.where(unset & (telling == 0), 0.0, scale))
                 tl.store(decode, reciprocal(scale))
             if TRANSPOSED:
                 tl.store(slot + _SCALE_TRANSPOSED, tl.where(unset_t & (telling == 0), 0.0, scale_t))
                 tl.store(decode_t, _left_of_scale(scale_t, TRANSPOSED))
-
-
-@triton.jit
-def _piece_position(row_tiles, column_tiles, group, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """The first row and column of a program's tile, where programs go through ``PIECES`` ranges of columns at once."""
-    row_tile, column_tile = tile_position(tl.program_id(0), row_tiles, column_tiles, group)
-    if PIECES > 1:
-        column_tile = column_tile % PIECES * (column_tiles // PIECES) + column_tile // PIECES
-    return row_tile * R, column_tile * C
 
 
 @triton.jit
@@ -177,22 +217,22 @@ def cast_later(
 ):  # fmt: skip
     """The transposed operand that ``cast_stored`` has left for ``LATER``, with the scale that it has ``kept``."""
     cast_later_tile(
-        load_matrix, (x, stride), codes_t, decode_t, kept, rows, columns, padded, group, 1, R, C, EVEN
+        load_matrix, quarter_of, (x, stride), codes_t, decode_t, kept, rows, columns, padded, group, 1, R, C, EVEN
     )  # fmt: skip
 
 
 @triton.jit
 def cast_later_tile(
-    LOAD: tl.constexpr, inputs, codes_t, decode_t, kept, rows, columns, padded, group,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes_t, decode_t, kept, rows, columns, padded, group,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """What a program of ``cast_later`` does, as ``cast_stored_tile`` for ``cast_stored``."""
-    row, column = _piece_position(tl.cdiv(padded, R), tl.cdiv(columns, C), group, PIECES, R, C)
-    a, b, c, d = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+    row, column = _first_of_tile(tl.program_id(0), padded, columns, group, PIECES, R, C)
+    loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     scale = tl.load(kept)
     cast_tile(
-        None, codes_t, a, b, c, d, scale, scale, scale, scale, scale, row, column, padded, columns,
-        False, True, R, C, EVEN,
+        VALUES, loaded, None, codes_t, times(1.0, 4), times(scale, PIECES), row, column, padded, columns,
+        False, True, PIECES, R, C, EVEN,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(decode_t, reciprocal(scale))
@@ -201,17 +241,19 @@ def cast_later_tile(
 @triton.jit(do_not_specialize=["rows"])
 def amax_partials(x, partials, rows, columns, stride, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
     """The amax's bits of every ``num_programs``-th tile, one word a program."""
-    column_tiles = tl.cdiv(columns, C)
-    tiles = tl.cdiv(rows, R) * column_tiles
-    seen = tl.zeros((R // 4, C), tl.float32)
-    tile = tl.program_id(0)
-    while tile < tiles:
-        row = tile // column_tiles * R
-        column = tile % column_tiles * C
-        a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
-        seen = larger(seen, magnitudes(a, b, c, d))
-        tile += tl.num_programs(0)
-    tl.store(partials + tl.program_id(0), amax_bits(seen))
+    amax_partials_tile(load_matrix, quarter_of, (x, stride), partials, rows, columns, 1, R, C, EVEN)
+
+
+@triton.jit
+def amax_partials_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, partials, rows, columns,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``amax_partials`` does, as ``cast_stored_tile`` for ``cast_stored``."""
+    amax = _amax_of_tiles(
+        LOAD, VALUES, inputs, tl.program_id(0), tl.num_programs(0), rows, columns, PIECES, R, C, EVEN
+    )  # fmt: skip
+    tl.store(partials + tl.program_id(0), bits_of(amax))
 
 
 @triton.jit(do_not_specialize=["rows", "group"])
@@ -224,38 +266,78 @@ def amax_rows_and_columns(
 
     ``scratch`` holds bits, zero at first: the tensor's amax, three unused words, ``padded`` rows, ``columns`` columns.
     """
-    row_tile, column_tile = tile_position(tl.program_id(0), tl.cdiv(rows, R), tl.cdiv(columns, C), group)
-    row = row_tile * R
-    column = column_tile * C
-    a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
-    largest = magnitudes(a, b, c, d)
-    if ROW:
-        r = row + 4 * tl.arange(0, R // 4)
-        out = scratch + _HEAD + r
-        tl.atomic_max(out, tl.max(bits_of(magnitude(a)), axis=1), mask=r < rows, sem="relaxed")
-        tl.atomic_max(out + 1, tl.max(bits_of(magnitude(b)), axis=1), mask=r + 1 < rows, sem="relaxed")
-        tl.atomic_max(out + 2, tl.max(bits_of(magnitude(c)), axis=1), mask=r + 2 < rows, sem="relaxed")
-        tl.atomic_max(out + 3, tl.max(bits_of(magnitude(d)), axis=1), mask=r + 3 < rows, sem="relaxed")
-    by_column = tl.max(bits_of(largest), axis=0)
-    if COLUMN:
-        k = column + tl.arange(0, C)
-        tl.atomic_max(scratch + _HEAD + padded + k, by_column, mask=k < columns, sem="relaxed")
-    if TOTAL or NOTE:
-        amax = tl.max(by_column, axis=0)
-        if TOTAL:
-            tl.atomic_max(scratch, amax, sem="relaxed")
-        if NOTE:
-            tl.atomic_max(as_bits(slot), amax, sem="relaxed")
+    amax_rows_and_columns_tile(
+        load_matrix, quarter_of, (x, stride), scratch, slot, rows, columns, padded, group,
+        ROW, COLUMN, TOTAL, NOTE, 1, R, C, EVEN,
+    )  # fmt: skip
 
 
 @triton.jit
-def _row_scale(row_amax, decode, row, padded, column_tile, J: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr):
-    """Scales of every fourth row as a column vector; the first tile of a row writes their reciprocals."""
-    r = row + 4 * tl.arange(0, R // 4) + J
-    amax = float_of(tl.load(row_amax + r, mask=r < padded, other=0))
-    scale = compute_scale(amax, RULE)
-    tl.store(decode + r, reciprocal(scale), mask=(r < padded) & (column_tile == 0))
-    return scale[:, None]
+def amax_rows_and_columns_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, scratch, slot, rows, columns, padded, group,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``amax_rows_and_columns`` does, as ``cast_stored_tile`` for ``cast_stored``."""
+    Q: tl.constexpr = R // 4
+    row, column = _first_of_tile(tl.program_id(0), rows, columns, group, PIECES, R, C)
+    loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+    by_column = times(tl.zeros((Q, C), tl.float32), PIECES)
+    for J in tl.static_range(4):
+        values = VALUES(loaded, row, column, J, Q, C)
+        by_column = _larger_each(by_column, values, PIECES)
+        if ROW:
+            r = row_numbers(row, J, Q)
+            amaxes = tl.max(bits_of(magnitudes(values, PIECES)), axis=1)
+            tl.atomic_max(scratch + _HEAD + r, amaxes, mask=r < rows, sem="relaxed")
+    amax = 0
+    for piece in tl.static_range(PIECES):
+        amaxes = tl.max(bits_of(by_column[piece]), axis=0)
+        if COLUMN:
+            k = column + piece * (columns // PIECES) + tl.arange(0, C)
+            tl.atomic_max(scratch + _HEAD + padded + k, amaxes, mask=k < columns, sem="relaxed")
+        amax = tl.maximum(amax, tl.max(amaxes, axis=0))
+    if TOTAL:
+        tl.atomic_max(scratch, amax, sem="relaxed")
+    if NOTE:
+        tl.atomic_max(as_bits(slot), amax, sem="relaxed")
+
+
+@triton.jit
+def _larger_each(largest, values, COUNT: tl.constexpr):
+    """The larger of ``largest`` and the magnitude of ``values``, matrix by matrix."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = appended(found, larger(largest[i], magnitude(values[i])))
+    return found
+
+
+@triton.jit
+def _row_scales(row_amax, decode, row, padded, is_first, RULE: tl.constexpr, R: tl.constexpr):
+    """Scales of every fourth row as column vectors; the first tile of a row writes their reciprocals."""
+    scales = ()
+    for J in tl.static_range(4):
+        r = row_numbers(row, J, R // 4)
+        amax = float_of(tl.load(row_amax + r, mask=r < padded, other=0))
+        scale = compute_scale(amax, RULE)
+        tl.store(decode + r, reciprocal(scale), mask=(r < padded) & is_first)
+        scales = appended(scales, scale[:, None])
+    return scales
+
+
+@triton.jit
+def _column_scales(
+    column_amax, decode, column, columns, is_first, RULE: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Scales of the columns of each piece as row vectors; the first tile of a column writes their reciprocals."""
+    scales = ()
+    for piece in tl.static_range(PIECES):
+        k = column + piece * (columns // PIECES) + tl.arange(0, C)
+        amax = float_of(tl.load(column_amax + k, mask=k < columns, other=0))
+        scale = compute_scale(amax, RULE)
+        tl.store(decode + k, reciprocal(scale), mask=(k < columns) & is_first)
+        scales = appended(scales, scale[None, :])
+    return scales
 
 
 @triton.jit(do_not_specialize=["rows", "group", "count"])
@@ -271,12 +353,26 @@ def cast_from_amaxes(
     first ``count`` words of ``amaxes``, ``COUNT`` at most; those of rows and columns lie where
     ``amax_rows_and_columns`` puts them.
     """
+    cast_from_amaxes_tile(
+        load_matrix, quarter_of, (x, stride), codes, codes_t, decode, decode_t, slot, amaxes,
+        rows, columns, padded, group, count, STRAIGHT, RULE, TRANSPOSED, RULE_T, NOTE, COUNT, 1, R, C, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_from_amaxes_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot, amaxes,
+    rows, columns, padded, group, count,
+    STRAIGHT: tl.constexpr, RULE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
+    NOTE: tl.constexpr, COUNT: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``cast_from_amaxes`` does, as ``cast_stored_tile`` for ``cast_stored``."""
     # Backwards: what the first pass has read last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row_tile, column_tile = tile_position(program, tl.cdiv(padded, R), tl.cdiv(columns, C), group)
-    row = row_tile * R
-    column = column_tile * C
-    a, b, c, d = load_tile(x, stride, row, column, rows, columns, R, C, EVEN)
+    row, column = _first_of_tile(program, padded, columns, group, PIECES, R, C)
+    loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     first = tl.program_id(0) == 0
     if (STRAIGHT == _TENSOR) or (TRANSPOSED == _TENSOR):
         index = tl.arange(0, COUNT)
@@ -284,31 +380,25 @@ def cast_from_amaxes(
         amax = float_of(bits)
         if NOTE:
             tl.atomic_max(as_bits(slot), bits, mask=first, sem="relaxed")
-    scale_a, scale_b, scale_c, scale_d, scale_t = 1.0, 1.0, 1.0, 1.0, 1.0
+    scales = times(1.0, 4)
+    scales_t = times(1.0, PIECES)
     if STRAIGHT == _TENSOR:
         scale = compute_scale(amax, RULE)
-        scale_a, scale_b, scale_c, scale_d = scale, scale, scale, scale
+        scales = times(scale, 4)
         if first:
             tl.store(decode, reciprocal(scale))
     if STRAIGHT == _ROWS:
-        row_amax = amaxes + _HEAD
-        scale_a = _row_scale(row_amax, decode, row, padded, column_tile, 0, RULE, R)
-        scale_b = _row_scale(row_amax, decode, row, padded, column_tile, 1, RULE, R)
-        scale_c = _row_scale(row_amax, decode, row, padded, column_tile, 2, RULE, R)
-        scale_d = _row_scale(row_amax, decode, row, padded, column_tile, 3, RULE, R)
+        scales = _row_scales(amaxes + _HEAD, decode, row, padded, column == 0, RULE, R)
     if TRANSPOSED == _TENSOR:
         scale_t = apart(compute_scale(amax, RULE_T), padded)
+        scales_t = times(scale_t, PIECES)
         if first:
             tl.store(decode_t, reciprocal(scale_t))
     if TRANSPOSED == _ROWS:
-        k = column + tl.arange(0, C)
-        column_amax = float_of(tl.load(amaxes + _HEAD + padded + k, mask=k < columns, other=0))
-        by_column = compute_scale(column_amax, RULE_T)
-        tl.store(decode_t + k, reciprocal(by_column), mask=(k < columns) & (row_tile == 0))
-        scale_t = by_column[None, :]
+        scales_t = _column_scales(amaxes + _HEAD + padded, decode_t, column, columns, row == 0, RULE_T, PIECES, C)
     cast_tile(
-        codes, codes_t, a, b, c, d, scale_a, scale_b, scale_c, scale_d, scale_t, row, column, padded, columns,
-        STRAIGHT, TRANSPOSED, R, C, EVEN,
+        VALUES, loaded, codes, codes_t, scales, scales_t, row, column, padded, columns,
+        STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ What is computed is stored and compared by itself, for the interpreter's convers
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -15,102 +16,122 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import folded_source, reference, triton_cast
-from lightning_fp8.kernels.folding import StoredCast, leading_to
+from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_scalar
+from lightning_fp8.kernels.folding import AMAX_TILE, KernelOfCast, leading_to
 from lightning_fp8.kernels.triton_scalar import LATER
 from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
 
 TILE = triton_cast.CAST_TILE
-STRAIGHT, TRANSPOSED = Cast(E4M3, "tensorwise"), Cast(E5M2, "tensorwise", margin=1.0)
 
 
 @triton.jit
-def store_tile(LOAD: tl.constexpr, inputs, out, columns, R: tl.constexpr, C: tl.constexpr):
-    """Writes what ``LOAD`` gives into ``out``."""
+def store_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, out, rows, columns,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Writes the values of a tile into ``out``."""
     row, column = tl.program_id(0) * R, tl.program_id(1) * C
-    a, b, c, d = LOAD(inputs, row, column, 0, columns, R, C, True)
-    pointers = out + (row + 4 * tl.arange(0, R // 4))[:, None] * columns + (column + tl.arange(0, C))[None, :]
-    tl.store(pointers, a)
-    tl.store(pointers + columns, b)
-    tl.store(pointers + 2 * columns, c)
-    tl.store(pointers + 3 * columns, d)
+    loaded = LOAD(inputs, row, column, rows, columns, R, C, True)
+    for J in tl.static_range(4):
+        values = VALUES(loaded, row, column, J, R // 4, C)
+        for piece in tl.static_range(PIECES):
+            c = column + piece * (columns // PIECES) + tl.arange(0, C)
+            pointers = out + (row + 4 * tl.arange(0, R // 4) + J)[:, None] * columns + c[None, :]
+            tl.store(pointers, values[piece])
 
 
-def look(name: str, inputs: list[Tensor]) -> tuple[StoredCast, fx.GraphModule]:
+def look(name: str, inputs: list[Tensor]) -> tuple[KernelOfCast, fx.GraphModule]:
     """What a cast of the case's result finds to compute, as if the graph's output were that cast."""
     graph = make_fx(CASES[name][0], decomposition_table=select_decomp_table())(*inputs)
     graph.graph.eliminate_dead_code()
     output = graph.graph.output_node()
-    cast = StoredCast(output, output.args[0], TILE.columns)
+    cast = KernelOfCast(output, {"x": output.args[0], "C": TILE.columns})
     cast.look(leading_to(graph.graph, [cast]))
     return cast, graph
 
 
+class Folded:
+    """The case's casts, which compute their values from ``memory``.
+
+    Attributes:
+        x: the matrix, as torch computes it.
+        values: the same as the kernels do.
+    """
+
+    def __init__(self, name: str, inputs: list[Tensor]) -> None:
+        self.cast, graph = look(name, inputs)
+        assert self.cast.is_worth_folding([self.cast]), name
+        recorder = _Recorder(graph)
+        self.x = recorder.run(*inputs)
+        self.source = self.write(triton_scalar.cast_stored)
+        self.memory = tuple(recorder.values[node] for node in self.source.inputs)
+        module = folded_source.load(self.source.text)
+        functions = triton_common.quarter_of, triton_scalar.as_they_are
+        load, values = getattr(module, "computed_tile", functions[1]), getattr(module, "computed", functions[0])
+        rows, columns = self.x.shape
+        grid = rows // TILE.rows, columns // TILE.columns // self.source.pieces
+        self.values = torch.empty_like(self.x)
+        store_tile[grid](
+            load, values, self.memory, self.values, rows, columns, self.source.pieces, TILE.rows, TILE.columns
+        )
+
+    def write(self, kernel: Any) -> folded_source.Source:
+        return folded_source.write(self.cast.pieces, self.x.dtype, kernel)
+
+    def launch(self, kernel, programs, tensors, sizes, constants, warps, registers=None, **changed) -> None:  # type: ignore[no-untyped-def]
+        """In the place of a kernel that reads the matrix."""
+        source = self.write(kernel)
+        arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
+        if kernel is triton_scalar.amax_partials:
+            rows, columns = self.x.shape
+            arguments |= {"rows": rows, "columns": columns, "R": AMAX_TILE[0], "C": AMAX_TILE[1]}
+        elif kernel is triton_scalar.amax_rows_and_columns:
+            arguments["C"] //= source.pieces
+        else:
+            programs //= source.pieces
+        assert arguments["EVEN"]
+        others = {name: value for name, value in arguments.items() if name not in ("x", "stride")}
+        getattr(folded_source.load(source.text), source.name)[(programs,)](*self.memory, **others)
+
+
 def check(name: str, dtype: torch.dtype) -> None:
     inputs = inputs_of(name, dtype)
-    cast, graph = look(name, inputs)
-    assert cast.is_worth_folding([cast]), name
-    source = folded_source.write(cast.pieces, dtype)
-    module = folded_source.load(source.text)
-    recorder = _Recorder(graph)
-    x = recorder.run(*inputs)
-    memory = tuple(recorder.values[node] for node in source.inputs)
-
-    rows, columns = x.shape
-    got = torch.empty_like(x)
-    store_tile[(rows // TILE.rows, columns // TILE.columns)](
-        module.computed_tile, memory, got, columns, TILE.rows, TILE.columns
-    )
+    folded = Folded(name, inputs)
     # In bf16 torch rounds after each operation, the kernel once.
     want = CASES[name][0](*(value.float() for value in inputs))
-    torch.testing.assert_close(got.float(), want, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
-
-    launch = functools.partial(_launch, getattr(module, source.name), memory)
-    slots = [torch.tensor(UNSET) for _ in range(2)]
-    out = triton_cast.cast_stored(got, rows, STRAIGHT, TRANSPOSED, slots[0], launch=launch)
-    expected = reference.cast(got, STRAIGHT, TRANSPOSED, slots[1], True)
-    assert torch.equal(*slots), (name, slots)
-    for g, w in zip(out, expected, strict=True):
-        torch.testing.assert_close(g.float(), w.float(), rtol=0.51, atol=2.0**-9)
+    rtol = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(folded.values.float(), want, rtol=rtol, atol=1e-2)
+    for granularity in ("tensorwise", "rowwise"):
+        for stored in (True, False) if granularity == "tensorwise" else (False,):
+            pair = Cast(E4M3, granularity), Cast(E5M2, granularity, margin=1.0)
+            slots = [torch.tensor(UNSET) for _ in range(2)]
+            out = triton_cast.cast(folded.x, *pair, slots[0], stored, folded.launch)
+            expected = reference.cast(folded.values, *pair, slots[1], stored)
+            assert torch.equal(*slots), (name, slots)
+            for g, w in zip(out, expected, strict=True):
+                torch.testing.assert_close(g.float(), w.float(), rtol=0.51, atol=2.0**-9)
 
 
 def check_later(name: str) -> None:
     """A computed cast made in two gives the bits of the one that makes both operands."""
-    inputs = inputs_of(name, torch.bfloat16)
-    cast, graph = look(name, inputs)
-    recorder = _Recorder(graph)
-    x = recorder.run(*inputs)
-    rows, columns = x.shape
-    both, later = (folded_source.write(cast.pieces, x.dtype, kernel) for kernel in ("cast_stored", "cast_later"))
-    memory = tuple(recorder.values[node] for node in both.inputs)
-    assert both.inputs == later.inputs
-    kernel, kernel_later = (getattr(folded_source.load(source.text), source.name) for source in (both, later))
-
-    def first(_, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
-        codes, _, decode, kept, slot = tensors[1:]
-        constants = (*constants[:2], LATER, *constants[3:])
-        _launch(kernel, memory, _, programs, (x, codes, None, decode, kept, slot), sizes, constants, warps)
-
+    folded = Folded(name, inputs_of(name, torch.bfloat16))
+    rows = folded.x.shape[0]
+    pair = Cast(E4M3, "tensorwise"), Cast(E5M2, "tensorwise", margin=1.0)
+    made_in_two = functools.partial(folded.launch, codes_t=None, TRANSPOSED=LATER)
     slots = [torch.tensor(UNSET) for _ in range(2)]
-    want = triton_cast.cast_stored(
-        x, rows, STRAIGHT, TRANSPOSED, slots[0], launch=functools.partial(_launch, kernel, memory)
-    )
-    codes, decode, codes_t, kept = triton_cast.cast_stored(x, rows, STRAIGHT, TRANSPOSED, slots[1], launch=first)
+    want = triton_cast.cast_stored(folded.x, rows, *pair, slots[0], launch=folded.launch)
+    codes, decode, codes_t, kept = triton_cast.cast_stored(folded.x, rows, *pair, slots[1], launch=made_in_two)
     decode_t = torch.empty_like(kept)
-    programs = rows // TILE.rows * columns // TILE.columns
-    kernel_later[(programs,)](
-        *memory, codes_t, decode_t, kept, rows, columns, rows, TILE.group, TILE.rows, TILE.columns, True
-    )
+    columns = folded.x.shape[1]
+    folded.launch(
+        triton_scalar.cast_later, rows // TILE.rows * columns // TILE.columns, (folded.x, codes_t, decode_t, kept),
+        (rows, columns, columns, rows, TILE.group), (TILE.rows, TILE.columns, True), TILE.warps,
+    )  # fmt: skip
     assert torch.equal(*slots)
     for g, w in zip((codes, decode, codes_t, decode_t), want, strict=True):
         assert torch.equal(g.view(torch.uint8), w.view(torch.uint8)), name
-
-
-def _launch(kernel, memory, _, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
-    rows, columns, _stride, padded, group = sizes
-    kernel[(programs,)](*memory, *tensors[1:], rows, columns, padded, group, *constants)
 
 
 class _Recorder(fx.Interpreter):

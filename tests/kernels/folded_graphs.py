@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 
 from lightning_fp8 import LayerSelection, convert_model, kernels
 from lightning_fp8.kernels.folding import FoldIntoCasts
+from lightning_fp8.kernels.launch_nodes import arguments_of
 from lightning_fp8.kernels.triton_scalar import LATER, cast_later
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.traced import written_by
@@ -147,10 +148,19 @@ def fold(graph: fx.Graph) -> list[str]:
         # Which operations there are depends on torch's decompositions.
         name, folded, operations = kernel.__name__.partition("_of_")
         name = f"{name} of {'columns' if operations.startswith('cat') else 'values'}" if folded else name
-        found.append(f"{name} {len(reads)}")
+        found.append(f"{name} {len(reads)}{', two tiles a program' if folded and _tiles_a_program(node) == 2 else ''}")
         if folded or kernel is cast_later or arguments.get("TRANSPOSED") == LATER:
             _check(node, kernel)
     return [*found, f"{before - _matrices(graph)} matrices less"]
+
+
+def _tiles_a_program(node: fx.Node) -> float:
+    """How many tiles a program casts; 0 for programs that find one amax of many tiles."""
+    arguments = arguments_of(node)
+    if "partials" in arguments:
+        return 0
+    ((programs, *_),) = node.kwargs["grid"]
+    return arguments["padded"] / arguments["R"] * arguments["columns"] / arguments["C"] / programs
 
 
 def _check(node: fx.Node, kernel: Any) -> None:
@@ -158,15 +168,17 @@ def _check(node: fx.Node, kernel: Any) -> None:
     arguments = {**node.kwargs["kwargs"], **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])}
     values = {name: a.meta["val"] if isinstance(a, fx.Node) else a for name, a in arguments.items()}
     assert set(values) == set(kernel.arg_names)
-    outputs = [n for n in ("codes", "codes_t", "decode", "decode_t", "slot") if values.get(n) is not None]
-    assert sorted(written_by(kernel, values)) == sorted(outputs), kernel.__name__
+    assert sorted(written_by(kernel, values)) == sorted(node.kwargs["tensors_to_clone"]), kernel.__name__
     source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
     compile(source, kernel.__name__, "exec")
     # The strides that Inductor is held to are those that the source has been written for.
     _, kept = node.meta["eager_input_vals"]
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            assert kept["kwargs"][name].stride() == value.stride()
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        assert kept["kwargs"][name].stride() == value.stride()
+    # Arguments that are one tensor it would take for one memory.
+    nodes = {arguments[name] for name in tensors}
+    assert len({id(value) for value in tensors.values()}) == len(nodes)
 
 
 def _matrices(graph: fx.Graph) -> int:
@@ -197,7 +209,8 @@ def main() -> None:
         "nothing to fold": (Inputs(used_elsewhere, nothing_before, a_view_before, ragged_columns, ragged_pieces),),
         "ragged rows": (Inputs(gelu), 200),
         "dynamic": (Inputs(gelu), ROWS, "delayed", True),
-        "scales from the data": (Inputs(gelu), ROWS, "tensorwise"),
+        "block, tensorwise": (block(), ROWS, "tensorwise"),
+        "block, rowwise": (block(), ROWS, "rowwise"),
     }
     with gpu():
         found = {name: [fold(graph.graph) for graph in trace(*case)[0]] for name, case in cases.items()}

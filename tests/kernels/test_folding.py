@@ -16,6 +16,11 @@ from lightning_fp8.compiling import module_arguments
 
 ROOT = Path(__file__).parents[2]
 FROM_DATA = ["amax_partials 1", "cast_from_amaxes 1"]
+ROWWISE = ["amax_rows_and_columns 1", "cast_from_amaxes 1"]
+
+
+def computed(kernels: list[str], reads: str) -> list[str]:
+    return [kernel.replace(" 1", f" of {reads}") for kernel in kernels]
 
 
 def run(module: str, *arguments: str, **environment: str) -> str:
@@ -37,24 +42,31 @@ def test_graphs_keep_only_what_someone_else_reads() -> None:
     """Which casts are folded and how many arrays each then reads; strides, writes and sources are checked there."""
     pytest.importorskip("triton")
     plain = "cast_stored 1"  # A weight's, but where another reason is told.
-    computed = "cast_stored of values"
+    values = "cast_stored of values"
+    gated = "columns 2, two tiles a program"
     found = json.loads(run("tests.kernels.folded_graphs"))
     assert found.pop("block") == [
         # The norms and the activation; the attention's output is nothing elementwise.
-        [f"{computed} 3", *[plain] * 3, f"{computed} 3", plain, f"{computed} 1", plain, "11 matrices less"],
+        [f"{values} 3", *[plain] * 3, f"{values} 3", plain, f"{values} 1", plain, "11 matrices less"],
         # Gate and up; query, key and value. The gradient of the block's output is an input, and that of the
         # attention's is added to another.
-        [plain, "cast_stored of columns 2", plain, "cast_stored of columns 3", "14 matrices less"],
+        [plain, f"cast_stored of {gated}", plain, "cast_stored of columns 3", "14 matrices less"],
     ]
+    # With scales from the data, both passes compute all of that.
+    for name, passes in (("block, tensorwise", FROM_DATA), ("block, rowwise", ROWWISE)):
+        norm, two_at_once = computed(passes, "values 3"), computed(passes, gated)
+        if passes is FROM_DATA:  # Which takes many tiles a program.
+            two_at_once[0] = two_at_once[0].removesuffix(", two tiles a program")
+        assert found.pop(name) == [
+            [*norm, *passes * 3, *norm, *passes, *computed(passes, "values 1"), *passes, "11 matrices less"],
+            [*passes, *two_at_once, *passes, *computed(passes, "columns 3"), "14 matrices less"],
+        ]
     forward, backward = found.pop("separate projections")
     # One norm for three layers, one sum for two.
     assert [kernel for kernel in forward if kernel != plain] == [
-        *[f"{computed} 3"] * 5, f"{computed} 2", "19 matrices less",
+        *[f"{values} 3"] * 5, f"{values} 2", "19 matrices less",
     ]  # fmt: skip
-    assert backward == [plain, *(f"{computed} {count}" for count in (2, 3, 2, 4, 3)), "30 matrices less"]
-    assert found.pop("scales from the data") == [
-        [*FROM_DATA, *FROM_DATA, "0 matrices less"], [*FROM_DATA, "0 matrices less"],
-    ]  # fmt: skip
+    assert backward == [plain, *(f"{values} {count}" for count in (2, 3, 2, 4, 3)), "30 matrices less"]
     assert set(found) == {"nothing to fold", "ragged rows", "dynamic"}
     for name, (forward, backward) in found.items():
         layers = 5 if name == "nothing to fold" else 1

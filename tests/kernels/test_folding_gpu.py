@@ -92,6 +92,28 @@ def test_codes_are_those_of_casts_that_read_values(dtype: torch.dtype, sources: 
                 assert torch.equal(g, w), f"{what} {part}"
 
 
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+def test_both_passes_compute_where_scales_come_from_the_data(granularity: str, sources: list[str]) -> None:
+    pair = Cast(E4M3, granularity), Cast(E5M2, granularity)  # type: ignore[arg-type]
+    inputs = [inputs_of(name, torch.bfloat16, "cuda") for name in CASES]
+
+    def run(inputs: list[list[Tensor]]) -> list[tuple[Tensor, ...]]:
+        return [ops.cast(case(*values), *pair) for (case, _), values in zip(CASES.values(), inputs, strict=True)]
+
+    compiled = lightning_fp8.compile(run, fullgraph=True, dynamic=False)
+    for name, values, got in zip(CASES, inputs, compiled(inputs), strict=True):
+        want = ops.cast(CASES[name][0](*values), *pair)
+        for operand, (codes, decode), (want_codes, want_decode) in (("", got[:2], want[:2]), ("_t", got[2:], want[2:])):
+            what = f"{name}{operand}"
+            # Values are rounded once, not after each operation, and an amax with them.
+            torch.testing.assert_close(decode, want_decode, rtol=2e-2, atol=0, msg=lambda m, w=what: f"{w}: {m}")
+            step = 0.25 if operand else 0.125
+            values_of, values_of_want = codes.float() * decode, want_codes.float() * want_decode
+            smallest = 4e-3 * values_of_want.abs().amax().item()
+            torch.testing.assert_close(values_of, values_of_want, rtol=step, atol=smallest, msg=lambda m, w=what: w + m)
+    assert len(sources) == 2 * len(CASES)
+
+
 def make_block() -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
