@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from peers import PEERS
 
-from lightning_fp8.tuning.bench import build_step, kernel_names, measure
+from lightning_fp8.tuning.bench import measure
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="sort the time of a step by kind of kernel")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of one step of the last variant")
+    parser.add_argument("--kernels", type=int, default=0, help="with --profile, list so many of each one's kernels")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
@@ -38,12 +38,10 @@ def main() -> None:
         print(f"{shape}: {sizes}", flush=True)
         rows = measure(sizes, args.variants, rounds=args.rounds, profile=args.profile, peers=PEERS, report=_say)
         results[shape] = [row.to_dict() for row in rows]
-        if args.kernels:
-            step = build_step(sizes, args.variants[-1], torch.device("cuda"), PEERS)
-            for _ in range(3):
-                step()
-            for name, calls, milliseconds in kernel_names(step)[:25]:
-                _say(f"    {milliseconds:8.3f} ms x{calls:4d} {name[:100]}")
+        for row in rows if args.kernels else ():
+            _say(row.variant)
+            for name, calls, milliseconds in row.kernel_names[: args.kernels]:
+                _say(f"    {milliseconds:8.3f} ms x{calls:4.0f} {name[:100]}")
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "machine": machine, "results": results}, indent=1))
 

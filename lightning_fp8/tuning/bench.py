@@ -59,6 +59,7 @@ class Measurement:
         losses: of the first steps.
         speedup: over bf16, compiled where that was measured, in the same run.
         kernels: milliseconds a step by kind of kernel, where profiled.
+        kernel_names: the kernels that took longest, where profiled: name, calls and milliseconds a step.
         error: why it could not run.
     """
 
@@ -70,6 +71,7 @@ class Measurement:
     losses: list[float] = field(default_factory=list)
     speedup: float = 0.0
     kernels: dict[str, float] = field(default_factory=dict)
+    kernel_names: list[tuple[str, float, float]] = field(default_factory=list)
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def measure(
             ``-graphs`` for CUDA graphs, ``-unfolded`` for plain ``torch.compile``, or ``-cheap`` or ``-all`` for what
             backward shall recompute; a recipe with ``-auto`` before that for ``layers="auto"``.
         rounds: timed rounds of three steps.
-        profile: also sort the time of a step by kind of kernel.
+        profile: also sort the time of a step by kind of kernel, and name the slowest kernels.
         peers: further variants, by name.
         report: takes a line as each variant is done.
     """
@@ -140,14 +142,17 @@ def _measure_one(
     step = build_step(shape, variant, device, peers)
     losses = [float(step()) for _ in range(FIRST_STEPS)]
     times = [_time(step, 3, device) for _ in range(rounds)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    kernels = _kernels_of(step) if profile and device.type == "cuda" else []
     return Measurement(
         variant,
         milliseconds=statistics.median(times),
         fastest=min(times),
         slowest=max(times),
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        peak_gib=peak,
         losses=losses,
-        kernels=_profile(step) if profile and device.type == "cuda" else {},
+        kernels=_by_kind(kernels),
+        kernel_names=kernels[:_LONGEST],
     )
 
 
@@ -244,6 +249,9 @@ def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) ->
     return begin.elapsed_time(end) / count
 
 
+#: Kernels that a measurement names.
+_LONGEST = 40
+
 #: Kinds of kernels by parts of their names, the first that fits. Casts begin so; the compiler's own names begin with
 #: "triton" and may hold any word.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -257,28 +265,23 @@ _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def _profile(step: Callable[[], torch.Tensor], count: int = 3) -> dict[str, float]:
-    """Milliseconds a step by kind of kernel, and the slowest kernels by name."""
+def _by_kind(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Milliseconds by kind of kernel, the longest first."""
+    kinds: dict[str, float] = {}
+    for name, _, milliseconds in kernels:
+        lower = name.lower()
+        kind = next(k for k, parts in _KINDS if any(lower.startswith(p) if k == "cast" else p in lower for p in parts))
+        kinds[kind] = kinds.get(kind, 0.0) + milliseconds
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def _kernels_of(step: Callable[[], torch.Tensor], count: int = 3) -> list[tuple[str, float, float]]:
+    """The kernels of a step, a mean of ``count``: name, calls and milliseconds, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
-    kinds: dict[str, float] = {}
-    for event in profiler.key_averages():
-        name = event.key.lower()
-        kind = next(k for k, parts in _KINDS if any(name.startswith(p) if k == "cast" else p in name for p in parts))
-        kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total / 1e3 / count
-    return dict(sorted(kinds.items(), key=lambda item: -item[1]))
-
-
-def kernel_names(step: Callable[[], torch.Tensor]) -> list[tuple[str, int, float]]:
-    """The kernels of one step: name, calls and milliseconds, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [(event.key, event.count, event.self_device_time_total / 1e3) for event in events]
+    return [(event.key, event.count / count, event.self_device_time_total / 1e3 / count) for event in events]
