@@ -156,18 +156,14 @@ class KernelOfCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        from lightning_fp8.kernels.triton_scalar import amax_partials, amax_rows_and_columns
+        from lightning_fp8.kernels.triton_scalar import amax_partials
 
         kernel = kernel_of(self.node).fn
         source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel)
-        arguments: dict[str, Any] = {f"x{index}": read for index, read in enumerate(source.inputs)}
+        arguments = {f"x{index}": read for index, read in enumerate(source.inputs)}
         arguments |= {name: value for name, value in self.arguments.items() if name not in ("x", "stride")}
-        share = source.pieces
-        if kernel is amax_rows_and_columns:
-            # As many values at once as of one piece: it holds them until it has gone through all.
-            arguments["C"] //= share
-        if kernel in (amax_partials, amax_rows_and_columns):
-            share = 1
+        # Where programs go through tiles until there are no more, they remain as many: each has its word to write.
+        share = 1 if kernel is amax_partials else source.pieces
         relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments, share)
 
 

@@ -39,7 +39,11 @@ class Tile:
 #: Casts with one scale for the tensor or one for each row: one or both operands.
 CAST_TILE = Tile(64, 128, 8)
 #: The amaxes of rows and columns.
-VECTOR_AMAX_TILE = Tile(128, 128, 8)
+VECTOR_AMAX_TILE = Tile(64, 128, 8)
+#: Such tiles that a program goes through, one below the other, where there are enough to keep the GPU busy.
+VECTOR_AMAX_TURNS, VECTOR_AMAX_TILES = 8, 8192
+#: Rows and columns that a program makes scales of.
+SCALES_BLOCK = 1024
 #: The amax of the tensor, a tile a turn.
 AMAX_TILE = Tile(32, 256, 8)
 #: Blocks of 128: the tile is the block.
@@ -138,6 +142,18 @@ def cast_from_data(
         amaxes = amax_partials(x, launch=launch)
         count = amaxes.shape[0]
     out = _empty_operands(x, padded, straight, transposed)
+    if triton_scalar.ROWS in modes:
+        launch(
+            triton_scalar.row_and_column_scales,
+            -(-max(padded, columns) // SCALES_BLOCK),
+            (amaxes, out[1], out[3]),
+            (padded, columns),
+            (
+                modes[0] == triton_scalar.ROWS, _rule(straight), modes[1] == triton_scalar.ROWS, _rule(transposed),
+                SCALES_BLOCK,
+            ),
+            4,
+        )  # fmt: skip
     launch(
         triton_scalar.cast_from_amaxes,
         _tiles(padded, columns, tile),
@@ -185,11 +201,12 @@ def vector_amaxes(
     """The amaxes of rows and columns, as ``triton_scalar.amax_rows_and_columns`` lays them out; notes the tensor's."""
     rows, columns = x.shape
     scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
+    turns = VECTOR_AMAX_TURNS if _tiles(rows, columns, tile) >= VECTOR_AMAX_TILES else 1
     launch(
         triton_scalar.amax_rows_and_columns,
-        _tiles(rows, columns, tile),
+        -(-rows // (tile.rows * turns)) * -(-columns // tile.columns),
         (x, scratch, slot),
-        (rows, columns, x.stride(0), padded, tile.group),
+        (rows, columns, x.stride(0), padded, turns),
         (
             modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
             slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),

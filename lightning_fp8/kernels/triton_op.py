@@ -31,6 +31,7 @@ _kernels_of["lightning_fp8::triton_cast"] = [
     triton_scalar.cast_stored,
     triton_scalar.amax_partials,
     triton_scalar.amax_rows_and_columns,
+    triton_scalar.row_and_column_scales,
     triton_scalar.cast_from_amaxes,
     triton_scalar.cast_rows,
 ]

@@ -256,40 +256,49 @@ def amax_partials_tile(
     tl.store(partials + tl.program_id(0), bits_of(amax))
 
 
-@triton.jit(do_not_specialize=["rows", "group"])
+@triton.jit(do_not_specialize=["rows"])
 def amax_rows_and_columns(
-    x, scratch, slot, rows, columns, stride, padded, group,
+    x, scratch, slot, rows, columns, stride, padded, turns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The amax of every row and of every column in one read.
+    """The amax of every row and of every column in one read; ``turns`` tiles a program, one below the other.
 
     ``scratch`` holds bits, zero at first: the tensor's amax, three unused words, ``padded`` rows, ``columns`` columns.
     """
     amax_rows_and_columns_tile(
-        load_matrix, quarter_of, (x, stride), scratch, slot, rows, columns, padded, group,
+        load_matrix, quarter_of, (x, stride), scratch, slot, rows, columns, padded, turns,
         ROW, COLUMN, TOTAL, NOTE, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def amax_rows_and_columns_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, scratch, slot, rows, columns, padded, group,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, scratch, slot, rows, columns, padded, turns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a program of ``amax_rows_and_columns`` does, as ``cast_stored_tile`` for ``cast_stored``."""
+    """What a program of ``amax_rows_and_columns`` does, as ``cast_stored_tile`` for ``cast_stored``.
+
+    Rows lie within a warp, so that nobody waits for another warp before the end.
+    """
     Q: tl.constexpr = R // 4
-    row, column = _first_of_tile(tl.program_id(0), rows, columns, group, PIECES, R, C)
-    loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+    column_tiles = tl.cdiv(columns, C * PIECES)
+    row_tile = tl.program_id(0) // column_tiles * turns
+    column = tl.program_id(0) % column_tiles * C
+    end = tl.minimum(row_tile + turns, tl.cdiv(rows, R))
     by_column = times(tl.zeros((Q, C), tl.float32), PIECES)
-    for J in tl.static_range(4):
-        values = VALUES(loaded, row, column, J, Q, C)
-        by_column = _larger_each(by_column, values, PIECES)
-        if ROW:
-            r = row_numbers(row, J, Q)
-            amaxes = tl.max(bits_of(magnitudes(values, PIECES)), axis=1)
-            tl.atomic_max(scratch + _HEAD + r, amaxes, mask=r < rows, sem="relaxed")
+    while row_tile < end:
+        row = row_tile * R
+        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+        for J in tl.static_range(4):
+            values = VALUES(loaded, row, column, J, Q, C)
+            by_column = _larger_each(by_column, values, PIECES)
+            if ROW:
+                r = row_numbers(row, J, Q)
+                amaxes = tl.max(bits_of(magnitudes(values, PIECES)), axis=1)
+                tl.atomic_max(scratch + _HEAD + r, amaxes, mask=r < rows, sem="relaxed")
+        row_tile += 1
     amax = 0
     for piece in tl.static_range(PIECES):
         amaxes = tl.max(bits_of(by_column[piece]), axis=0)
@@ -313,31 +322,48 @@ def _larger_each(largest, values, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _row_scales(row_amax, decode, row, padded, is_first, RULE: tl.constexpr, R: tl.constexpr):
-    """Scales of every fourth row as column vectors; the first tile of a row writes their reciprocals."""
-    scales = ()
-    for J in tl.static_range(4):
-        r = row_numbers(row, J, R // 4)
-        amax = float_of(tl.load(row_amax + r, mask=r < padded, other=0))
-        scale = compute_scale(amax, RULE)
-        tl.store(decode + r, reciprocal(scale), mask=(r < padded) & is_first)
-        scales = appended(scales, scale[:, None])
-    return scales
+def _scale_each(amaxes, decode, first, count, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    """``BLOCK`` amaxes from ``first`` on become scales, in their place; writes their reciprocals."""
+    i = first + tl.arange(0, BLOCK)
+    scale = compute_scale(float_of(tl.load(amaxes + i, mask=i < count, other=0)), RULE)
+    tl.store(amaxes + i, bits_of(scale), mask=i < count)
+    tl.store(decode + i, reciprocal(scale), mask=i < count)
 
 
 @triton.jit
-def _column_scales(
-    column_amax, decode, column, columns, is_first, RULE: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr
+def row_and_column_scales(
+    amaxes, decode, decode_t, padded, columns,
+    ROW: tl.constexpr, RULE: tl.constexpr, COLUMN: tl.constexpr, RULE_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the columns of each piece as row vectors; the first tile of a column writes their reciprocals."""
-    scales = ()
+    """Scales in the place of the amaxes that ``amax_rows_and_columns`` has left, and decode scales.
+
+    A kernel of its own: in the cast every lane would divide, many by the same numbers.
+    """
+    first = tl.program_id(0) * BLOCK
+    if ROW:
+        _scale_each(amaxes + _HEAD, decode, first, padded, RULE, BLOCK)
+    if COLUMN:
+        _scale_each(amaxes + _HEAD + padded, decode_t, first, columns, RULE_T, BLOCK)
+
+
+@triton.jit
+def _row_scales(scales, row, padded, R: tl.constexpr):
+    """Those of every fourth row, as column vectors."""
+    found = ()
+    for J in tl.static_range(4):
+        r = row_numbers(row, J, R // 4)
+        found = appended(found, float_of(tl.load(scales + r, mask=r < padded, other=0))[:, None])
+    return found
+
+
+@triton.jit
+def _column_scales(scales, column, columns, PIECES: tl.constexpr, C: tl.constexpr):
+    """Those of the columns of each piece, as row vectors."""
+    found = ()
     for piece in tl.static_range(PIECES):
         k = column + piece * (columns // PIECES) + tl.arange(0, C)
-        amax = float_of(tl.load(column_amax + k, mask=k < columns, other=0))
-        scale = compute_scale(amax, RULE)
-        tl.store(decode + k, reciprocal(scale), mask=(k < columns) & is_first)
-        scales = appended(scales, scale[None, :])
-    return scales
+        found = appended(found, float_of(tl.load(scales + k, mask=k < columns, other=0))[None, :])
+    return found
 
 
 @triton.jit(do_not_specialize=["rows", "group", "count"])
@@ -350,8 +376,8 @@ def cast_from_amaxes(
     """Scales from amaxes that a first pass has left.
 
     ``STRAIGHT`` and ``TRANSPOSED`` are ``ABSENT``, ``TENSOR`` or ``ROWS``. The tensor's amax is the largest of the
-    first ``count`` words of ``amaxes``, ``COUNT`` at most; those of rows and columns lie where
-    ``amax_rows_and_columns`` puts them.
+    first ``count`` words of ``amaxes``, ``COUNT`` at most; of rows and columns there are already scales, where
+    ``row_and_column_scales`` puts them.
     """
     cast_from_amaxes_tile(
         load_matrix, quarter_of, (x, stride), codes, codes_t, decode, decode_t, slot, amaxes,
@@ -388,14 +414,14 @@ def cast_from_amaxes_tile(
         if first:
             tl.store(decode, reciprocal(scale))
     if STRAIGHT == _ROWS:
-        scales = _row_scales(amaxes + _HEAD, decode, row, padded, column == 0, RULE, R)
+        scales = _row_scales(amaxes + _HEAD, row, padded, R)
     if TRANSPOSED == _TENSOR:
         scale_t = apart(compute_scale(amax, RULE_T), padded)
         scales_t = times(scale_t, PIECES)
         if first:
             tl.store(decode_t, reciprocal(scale_t))
     if TRANSPOSED == _ROWS:
-        scales_t = _column_scales(amaxes + _HEAD + padded, decode_t, column, columns, row == 0, RULE_T, PIECES, C)
+        scales_t = _column_scales(amaxes + _HEAD + padded, column, columns, PIECES, C)
     cast_tile(
         VALUES, loaded, codes, codes_t, scales, scales_t, row, column, padded, columns,
         STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_scalar
 from lightning_fp8.kernels.folding import AMAX_TILE, KernelOfCast, leading_to
+from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.triton_scalar import LATER
 from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import UNSET
@@ -82,13 +83,14 @@ class Folded:
 
     def launch(self, kernel, programs, tensors, sizes, constants, warps, registers=None, **changed) -> None:  # type: ignore[no-untyped-def]
         """In the place of a kernel that reads the matrix."""
+        if "x" not in kernel.arg_names:
+            at_once(kernel, programs, tensors, sizes, constants, warps)
+            return
         source = self.write(kernel)
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
         if kernel is triton_scalar.amax_partials:
             rows, columns = self.x.shape
             arguments |= {"rows": rows, "columns": columns, "R": AMAX_TILE[0], "C": AMAX_TILE[1]}
-        elif kernel is triton_scalar.amax_rows_and_columns:
-            arguments["C"] //= source.pieces
         else:
             programs //= source.pieces
         assert arguments["EVEN"]
