@@ -39,12 +39,19 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
         "rowwise": [amaxes, ["cast_from_amaxes", *BOTH]],
         "rowwise, straight": [["cast_rows", "codes", "decode", "slot"]],
         "mixed": [amaxes, ["cast_from_amaxes", *BOTH]],
+        "1x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "1x128, ragged, straight": [["cast_blocks_128", "codes", "decode", "slot"]],
+        "1x128, transposed, unnoted": [["cast_blocks_128", "codes_t", "decode_t"]],
+        "128x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "128x128, unnoted": [["cast_blocks_128", *BOTH]],
+        "1x128 and 128x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "1x32": [["cast_blocks_32", *BOTH, "slot"]],
     }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> None:
     recipe = get_recipe(name)
     casts = ops.LinearCasts.of(recipe, stored=recipe.source != "data")
