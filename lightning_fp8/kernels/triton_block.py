@@ -32,6 +32,9 @@ _VECTOR = tl.constexpr(VECTOR)
 _SQUARE = tl.constexpr(SQUARE)
 #: Parts of a row whose amaxes are taken before those of the row: 16 values, which with 8 warps lie in one lane.
 _PARTS = tl.constexpr(8)
+#: Whether a tile is read again, from the cache, for each operand, rather than held in registers: three programs run at
+#: once on a multiprocessor instead of two.
+_AGAIN = tl.constexpr(True)
 
 
 @triton.jit
@@ -121,15 +124,17 @@ def _deal_rows(scales):
 
 
 @triton.jit
-def _nan_for_inf(values):
-    """Finite values as they are, NaN for all others."""
-    return values + values * 0.0
-
-
-@triton.jit
 def _encode(values, scale, FP8: tl.constexpr):
     """Codes of ``values * scale``, in fp32 what the conversion makes them of; no value is Inf."""
     return (values.to(tl.float32) * scale).to(FP8)
+
+
+@triton.jit
+def _nan_for_inf(a, b, c, d, bits):
+    """Values whose amax has these bits, with NaN for all that are not finite: the conversion saturates an Inf."""
+    if bits >= EXPONENT_BITS:
+        a, b, c, d = a + a * 0.0, b + b * 0.0, c + c * 0.0, d + d * 0.0
+    return a, b, c, d
 
 
 @triton.jit
@@ -203,13 +208,21 @@ def cast_blocks_128(
     if TRANSPOSED == _SQUARE:
         scale_t = apart(compute_scale(float_of(bits), RULE_T), padded)
         tl.store(decode_t + column_tile * (padded // 128) + row_tile, reciprocal(scale_t))
-    if bits >= EXPONENT_BITS:
-        # The conversion would make a finite number of an Inf.
-        a, b, c, d = _nan_for_inf(a), _nan_for_inf(b), _nan_for_inf(c), _nan_for_inf(d)
     if STRAIGHT:
+        if _AGAIN:
+            # The barrier keeps the compiler from having the values from before.
+            tl.debug_barrier()
+            a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
+        a, b, c, d = _nan_for_inf(a, b, c, d, bits)
         _cast_straight(codes, a, b, c, d, scales, row, column, columns)
     if TRANSPOSED:
-        _cast_transposed(codes_t, a, b, c, d, scale_t, row, column, padded)
+        # Always so: a branch keeps the compiler from making both operands at once, in more registers.
+        if (columns > 0) | (not _AGAIN):
+            if _AGAIN:
+                a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
+            if _AGAIN or not STRAIGHT:
+                a, b, c, d = _nan_for_inf(a, b, c, d, bits)
+            _cast_transposed(codes_t, a, b, c, d, scale_t, row, column, padded)
 
 
 @triton.jit
