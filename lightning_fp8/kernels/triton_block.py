@@ -217,7 +217,8 @@ def cast_blocks_128(
         _cast_straight(codes, a, b, c, d, scales, row, column, columns)
     if TRANSPOSED:
         # Always so: a branch keeps the compiler from making both operands at once, in more registers.
-        if (columns > 0) | (not _AGAIN):
+        always = (columns > 0) | (not _AGAIN)
+        if always:
             if _AGAIN:
                 a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
             if _AGAIN or not STRAIGHT:
