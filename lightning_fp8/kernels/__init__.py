@@ -37,10 +37,7 @@ def cast_in_graph(device: torch.device, straight: str, transposed: str) -> bool:
         straight: the cast of the straight operand as text, empty to leave it out.
         transposed: that of the transposed one.
     """
-    uses = [Cast.parse(text) for text in (straight, transposed) if text]
-    # Inductor does not pass on the limit of registers that the kernels for blocks have.
-    visible = all(use is not None and use.granularity in ("tensorwise", "rowwise") for use in uses)
-    if not (uses and visible and has_fast_casts(device)):
+    if not ((straight or transposed) and has_fast_casts(device)):
         return False
     from lightning_fp8.kernels import triton_op  # noqa: F401
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lightning_fp8.kernels.triton_common import (
+    EXPONENT_BITS,
     amax_bits,
     apart,
     as_bits,
@@ -30,15 +31,136 @@ VECTOR = 1  # 1x128
 SQUARE = 2  # 128x128
 _VECTOR = tl.constexpr(VECTOR)
 _SQUARE = tl.constexpr(SQUARE)
+#: Parts of a row whose amaxes are taken before those of the row: 16 values, which with 8 warps lie in one lane.
+_PARTS = tl.constexpr(8)
+#: Whether a tile is read again, from the cache, for each operand, rather than held in registers: three programs run at
+#: once on a multiprocessor instead of two.
+_AGAIN = tl.constexpr(True)
 
 
 @triton.jit
-def _vector_scale(values, decode, row, rows, J: tl.constexpr, RULE: tl.constexpr):
-    """Scales of every fourth row of a tile as a column vector; writes their reciprocals."""
-    r = row + 4 * tl.arange(0, 32) + J
-    scale = compute_scale(float_of(tl.max(bits_of(magnitude(values)), axis=1)), RULE)
-    tl.store(decode + r, reciprocal(scale), mask=r < rows)
-    return scale[:, None]
+def _magnitude_bits(values):
+    """Magnitudes as integers of the values' width, which are ordered like them; 16 bits are compared in pairs."""
+    if values.dtype.primitive_bitwidth == 16:
+        return values.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _value_of(bits, DTYPE: tl.constexpr):
+    """fp32 numbers from bits of ``DTYPE``."""
+    return bits.to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _maximum(a, b):
+    """What ``tl.max`` takes the largest by; ``tl.max`` itself would widen to 32 bits first."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _largest_of_halves(bits, PARTS: tl.constexpr, N: tl.constexpr):
+    """``[32, PARTS, N]``: the larger of the values that lie ``N / 2`` apart."""
+    one, other = tl.split(tl.permute(tl.reshape(bits, (32, PARTS, 2, N // 2)), (0, 1, 3, 2)))
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _row_parts(bits, PARTS: tl.constexpr):
+    """``[32, 128]``: the largest of each of the ``PARTS`` equal parts of a row, ``[32, PARTS]``."""
+    N: tl.constexpr = 128 // PARTS
+    bits = _largest_of_halves(tl.reshape(bits, (32, PARTS, N)), PARTS, N)
+    bits = _largest_of_halves(bits, PARTS, N // 2)
+    return tl.reduce(bits, 2, _maximum)
+
+
+@triton.jit
+def _amaxes_of_parts(parts, index, N: tl.constexpr):
+    """The largest of every 128 of ``N`` values; ``index`` has, where they lie.
+
+    ``index[256 * i + 2 * j + k]`` is of the ``j``-th. This is a reduction by way of shared memory that leaves each
+    result in two lanes. The compiler's own would leave it in all lanes that need it, and have them all divide.
+    """
+    values = tl.reshape(tl.gather(parts, index, 0), (N // 256, 128, 2))
+    return tl.reduce(tl.reduce(values, 0, _maximum), 1, _maximum)
+
+
+@triton.jit
+def _row_amaxes(a, b, c, d, PARTS: tl.constexpr):
+    """Of the 128 rows, from the bits of magnitudes."""
+    ac = tl.join(_row_parts(a, PARTS), _row_parts(c, PARTS))
+    bd = tl.join(_row_parts(b, PARTS), _row_parts(d, PARTS))
+    n = tl.arange(0, 128 * PARTS)
+    row = n // 2 % 128
+    part = n // 256 * 2 + n % 2
+    return _amaxes_of_parts(
+        tl.reshape(tl.join(ac, bd), (128 * PARTS,)), row // 4 * (4 * PARTS) + part * 4 + row % 4, 128 * PARTS
+    )
+
+
+@triton.jit
+def _column_amaxes(bits):
+    """Of the 128 columns of ``[32, 128]``."""
+    n = tl.arange(0, 32 * 128)
+    return _amaxes_of_parts(tl.reshape(bits, (32 * 128,)), (n // 256 * 2 + n % 2) * 128 + n // 2 % 128, 32 * 128)
+
+
+@triton.jit
+def _shared(scales):
+    """The same; the compiler moves them to the lanes that need them, and does not compute them there once more.
+
+    It follows computations back past a change of lanes, but not past a reduction.
+    """
+    return float_of(tl.max(bits_of(tl.join(scales, scales)), axis=1))
+
+
+@triton.jit
+def _deal_rows(scales):
+    """``[128]`` as the column vectors of the four matrices."""
+    even, odd = tl.split(tl.reshape(scales, (32, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a[:, None], b[:, None], c[:, None], d[:, None]
+
+
+@triton.jit
+def _encode(values, scale, FP8: tl.constexpr):
+    """Codes of ``values * scale``, in fp32 what the conversion makes them of; no value is Inf."""
+    return (values.to(tl.float32) * scale).to(FP8)
+
+
+@triton.jit
+def _nan_for_inf(a, b, c, d, bits):
+    """Values whose amax has these bits, with NaN for all that are not finite: the conversion saturates an Inf."""
+    if bits >= EXPONENT_BITS:
+        a, b, c, d = a + a * 0.0, b + b * 0.0, c + c * 0.0, d + d * 0.0
+    return a, b, c, d
+
+
+@triton.jit
+def _cast_straight(codes, a, b, c, d, scales, row, column, columns):
+    """Codes of a tile into ``[rows, columns]``."""
+    FP8: tl.constexpr = codes.dtype.element_ty
+    r = row + 4 * tl.arange(0, 32)
+    k = column + tl.arange(0, 128)
+    pointers = codes + (r.to(tl.int64) * columns)[:, None] + k[None, :]
+    tl.store(pointers, _encode(a, scales[0], FP8))
+    tl.store(pointers + columns, _encode(b, scales[1], FP8))
+    tl.store(pointers + 2 * columns, _encode(c, scales[2], FP8))
+    tl.store(pointers + 3 * columns, _encode(d, scales[3], FP8))
+
+
+@triton.jit
+def _cast_transposed(codes, a, b, c, d, scale, row, column, rows):
+    """Codes of a tile into ``[columns, rows]``: what lies below each other is converted, and moved, together."""
+    FP8: tl.constexpr = codes.dtype.element_ty
+    ac = tl.join(_encode(a, scale, tl.float32), _encode(c, scale, tl.float32))
+    bd = tl.join(_encode(b, scale, tl.float32), _encode(d, scale, tl.float32))
+    encoded = tl.reshape(tl.permute(tl.join(ac, bd).to(FP8), (1, 0, 2, 3)), (128, 128))
+    r = row + tl.arange(0, 128)
+    k = column + tl.arange(0, 128)
+    tl.store(codes + (k.to(tl.int64) * rows)[:, None] + r[None, :], encoded)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,39 +174,57 @@ def cast_blocks_128(
 
     Decode scales: 1x128 with the blocks of one column next to each other, 128x128 row-major.
     """
+    DTYPE: tl.constexpr = x.dtype.element_ty
     column_tiles = columns // 128
     row_tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
     row = row_tile * 128
     column = column_tile * 128
+    i = tl.arange(0, 128)
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
-    column_bits = tl.max(bits_of(magnitudes((a, b, c, d), 4)), axis=0)
-    bits = tl.max(column_bits, axis=0)
+    bits_a, bits_b, bits_c, bits_d = _magnitude_bits(a), _magnitude_bits(b), _magnitude_bits(c), _magnitude_bits(d)
+    largest = tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d))
+    scales = 1.0, 1.0, 1.0, 1.0
+    scale_t = 1.0
+    if STRAIGHT == _VECTOR:
+        amaxes = _value_of(_row_amaxes(bits_a, bits_b, bits_c, bits_d, _PARTS), DTYPE)
+        by_row = compute_scale(amaxes, RULE)
+        tl.store(decode + column_tile.to(tl.int64) * padded + row + i, reciprocal(by_row))
+        scales = _deal_rows(_shared(by_row))
+    if TRANSPOSED == _VECTOR:
+        amaxes = _value_of(_column_amaxes(largest), DTYPE)
+        by_column = compute_scale(amaxes, RULE_T)
+        tl.store(decode_t + row_tile.to(tl.int64) * columns + column + i, reciprocal(by_column))
+        scale_t = _shared(by_column)[None, :]
+    if (STRAIGHT == _VECTOR) | (TRANSPOSED == _VECTOR):
+        bits = tl.max(bits_of(amaxes), axis=0)
+    else:
+        bits = bits_of(_value_of(tl.reduce(tl.reduce(largest, 1, _maximum), 0, _maximum), DTYPE))
     if NOTE:
         tl.atomic_max(as_bits(slot), bits, sem="relaxed")
-    scale_a, scale_b, scale_c, scale_d, scale_t = 1.0, 1.0, 1.0, 1.0, 1.0
-    if STRAIGHT == _VECTOR:
-        out = decode + column_tile.to(tl.int64) * padded
-        scale_a = _vector_scale(a, out, row, padded, 0, RULE)
-        scale_b = _vector_scale(b, out, row, padded, 1, RULE)
-        scale_c = _vector_scale(c, out, row, padded, 2, RULE)
-        scale_d = _vector_scale(d, out, row, padded, 3, RULE)
     if STRAIGHT == _SQUARE:
         scale = compute_scale(float_of(bits), RULE)
-        scale_a, scale_b, scale_c, scale_d = scale, scale, scale, scale
+        scales = scale, scale, scale, scale
         tl.store(decode + row_tile * column_tiles + column_tile, reciprocal(scale))
-    if TRANSPOSED == _VECTOR:
-        k = column + tl.arange(0, 128)
-        by_column = compute_scale(float_of(column_bits), RULE_T)
-        tl.store(decode_t + row_tile.to(tl.int64) * columns + k, reciprocal(by_column))
-        scale_t = by_column[None, :]
     if TRANSPOSED == _SQUARE:
         scale_t = apart(compute_scale(float_of(bits), RULE_T), padded)
         tl.store(decode_t + column_tile * (padded // 128) + row_tile, reciprocal(scale_t))
-    cast_tile(
-        quarter_of, (a, b, c, d), codes, codes_t, (scale_a, scale_b, scale_c, scale_d), (scale_t,),
-        row, column, padded, columns, STRAIGHT, TRANSPOSED, 1, 128, 128, True,
-    )  # fmt: skip
+    if STRAIGHT:
+        if _AGAIN:
+            # The barrier keeps the compiler from having the values from before.
+            tl.debug_barrier()
+            a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
+        a, b, c, d = _nan_for_inf(a, b, c, d, bits)
+        _cast_straight(codes, a, b, c, d, scales, row, column, columns)
+    if TRANSPOSED:
+        # Always so: a branch keeps the compiler from making both operands at once, in more registers.
+        always = (columns > 0) | (not _AGAIN)
+        if always:
+            if _AGAIN:
+                a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
+            if _AGAIN or not STRAIGHT:
+                a, b, c, d = _nan_for_inf(a, b, c, d, bits)
+            _cast_transposed(codes_t, a, b, c, d, scale_t, row, column, padded)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ SCALES_BLOCK = 1024
 #: The amax of the tensor, a tile a turn.
 AMAX_TILE = Tile(32, 256, 8)
 #: Blocks of 128: the tile is the block.
-BLOCK_TILE = Tile(128, 128, 8, registers=128)
+BLOCK_TILE = Tile(128, 128, 8)
 #: Blocks of 32.
 MX_TILE = Tile(64, 64, 4)
 #: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
@@ -253,7 +253,7 @@ def cast_blocks_128(
         (rows, columns, x.stride(0), padded),
         (
             _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
-            _rule(transposed), slot is not None, rows == padded,
+            _rule(transposed), slot is not None, _even(rows, columns, tile),
         ),
         tile.warps,
         tile.registers,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.kernels import triton_cast, triton_scalar
+from lightning_fp8.kernels import triton_block, triton_cast, triton_scalar
 from lightning_fp8.kernels.launch import in_graph
 from lightning_fp8.recipes import Cast
 
@@ -20,7 +20,7 @@ from lightning_fp8.recipes import Cast
 def cast(
     x: Tensor, straight: str, transposed: str, slot: Tensor | None, stored: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``lightning_fp8::cast``, for a CUDA matrix that is not empty; tensorwise and rowwise."""
+    """As ``lightning_fp8::cast``, for a CUDA matrix that is not empty."""
     return triton_cast.cast(x, Cast.parse(straight), Cast.parse(transposed), slot, stored, in_graph)
 
 
@@ -34,4 +34,6 @@ _kernels_of["lightning_fp8::triton_cast"] = [
     triton_scalar.row_and_column_scales,
     triton_scalar.cast_from_amaxes,
     triton_scalar.cast_rows,
+    triton_block.cast_blocks_128,
+    triton_block.cast_blocks_32,
 ]

@@ -58,8 +58,9 @@ def rowwise() -> int:
 
 def blocks() -> int:
     x = mixed_values(140, 128)
-    kinds = [("1x128", "1x128"), ("128x128", "128x128"), ("1x128", None), (None, "128x128")]
+    kinds = [("1x128", "1x128"), ("128x128", "128x128"), ("1x128", None), (None, "128x128"), ("128x128", "1x128")]
     checks = [(x, (straight and Cast(E4M3, straight), kind and Cast(E5M2, kind, True))) for straight, kind in kinds]
+    checks += [(mixed_values(130, 256, dtype), checks[0][1]) for dtype in (torch.float16, torch.float32)]
     checks += [(mixed_values(20, 96)[:, :32], (Cast(E4M3, "1x32"), Cast(E4M3, "1x32")))]
     checks += [(mixed_values(20, 128), (Cast(E4M3, "1x128"), Cast(E4M3, "rowwise")))]
     for values, pair in checks:

@@ -29,6 +29,7 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     amaxes = ["amax_rows_and_columns", "scratch", "slot"]
+    scales = "row_and_column_scales", "amaxes"
     assert json.loads(done.stdout) == {
         "stored": [["cast_stored", *BOTH, "slot"]],
         "stored, ragged": [["cast_stored", *BOTH, "slot"]],
@@ -36,15 +37,22 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
         "stored, transposed": [["cast_stored", "codes_t", "decode_t", "slot"]],
         "tensorwise": [["amax_partials", "partials"], ["cast_from_amaxes", *BOTH, "slot"]],
         "tensorwise, unnoted": [["amax_partials", "partials"], ["cast_from_amaxes", *BOTH]],
-        "rowwise": [amaxes, ["cast_from_amaxes", *BOTH]],
+        "rowwise": [amaxes, [*scales, "decode", "decode_t"], ["cast_from_amaxes", "codes", "codes_t"]],
         "rowwise, straight": [["cast_rows", "codes", "decode", "slot"]],
-        "mixed": [amaxes, ["cast_from_amaxes", *BOTH]],
+        "mixed": [amaxes, [*scales, "decode"], ["cast_from_amaxes", "codes", "codes_t", "decode_t"]],
+        "1x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "1x128, ragged, straight": [["cast_blocks_128", "codes", "decode", "slot"]],
+        "1x128, transposed, unnoted": [["cast_blocks_128", "codes_t", "decode_t"]],
+        "128x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "128x128, unnoted": [["cast_blocks_128", *BOTH]],
+        "1x128 and 128x128": [["cast_blocks_128", *BOTH, "slot"]],
+        "1x32": [["cast_blocks_32", *BOTH, "slot"]],
     }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> None:
     recipe = get_recipe(name)
     casts = ops.LinearCasts.of(recipe, stored=recipe.source != "data")

@@ -56,6 +56,8 @@ def main() -> None:
     triton.runtime.driver.set_active(target)
     tensor, other = Cast(E4M3, "tensorwise"), Cast(E5M2, "tensorwise", margin=1.0)
     row = Cast(E4M3, "rowwise")
+    vector, square = Cast(E4M3, "1x128"), Cast(E4M3, "128x128")
+    other_vector, small = Cast(E5M2, "1x128", power_of_two=True), Cast(E4M3, "1x32")
     cases = {
         "stored": (256, tensor, other, True, True),
         "stored, ragged": (200, tensor, tensor, True, True),
@@ -66,6 +68,13 @@ def main() -> None:
         "rowwise": (200, row, row, True, False),
         "rowwise, straight": (256, row, None, True, False),
         "mixed": (256, row, tensor, True, False),
+        "1x128": (256, vector, other_vector, True, False),
+        "1x128, ragged, straight": (200, vector, None, True, False),
+        "1x128, transposed, unnoted": (256, None, vector, False, False),
+        "128x128": (200, square, square, True, False),
+        "128x128, unnoted": (256, square, square, False, False),
+        "1x128 and 128x128": (256, vector, square, True, False),
+        "1x32": (200, small, small, True, False),
     }
     json.dump({name: written(*case) for name, case in cases.items()}, sys.stdout)
 
