@@ -31,11 +31,8 @@ VECTOR = 1  # 1x128
 SQUARE = 2  # 128x128
 _VECTOR = tl.constexpr(VECTOR)
 _SQUARE = tl.constexpr(SQUARE)
-#: Parts of a row whose amaxes are taken before those of the row: 16 values, which with 8 warps lie in one lane.
+#: Parts of a row whose amaxes are taken before those of the row: 16 values, which lie in one lane, or two.
 _PARTS = tl.constexpr(8)
-#: Whether a tile is read again, from the cache, for each operand, rather than held in registers: three programs run at
-#: once on a multiprocessor instead of two.
-_AGAIN = tl.constexpr(True)
 
 
 @triton.jit
@@ -174,7 +171,6 @@ def cast_blocks_128(
 
     Decode scales: 1x128 with the blocks of one column next to each other, 128x128 row-major.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     column_tiles = columns // 128
     row_tile = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
@@ -182,6 +178,7 @@ def cast_blocks_128(
     column = column_tile * 128
     i = tl.arange(0, 128)
     a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
+    DTYPE: tl.constexpr = x.dtype.element_ty
     bits_a, bits_b, bits_c, bits_d = _magnitude_bits(a), _magnitude_bits(b), _magnitude_bits(c), _magnitude_bits(d)
     largest = tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d))
     scales = 1.0, 1.0, 1.0, 1.0
@@ -209,22 +206,11 @@ def cast_blocks_128(
     if TRANSPOSED == _SQUARE:
         scale_t = apart(compute_scale(float_of(bits), RULE_T), padded)
         tl.store(decode_t + column_tile * (padded // 128) + row_tile, reciprocal(scale_t))
+    a, b, c, d = _nan_for_inf(a, b, c, d, bits)
     if STRAIGHT:
-        if _AGAIN:
-            # The barrier keeps the compiler from having the values from before.
-            tl.debug_barrier()
-            a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
-        a, b, c, d = _nan_for_inf(a, b, c, d, bits)
         _cast_straight(codes, a, b, c, d, scales, row, column, columns)
     if TRANSPOSED:
-        # Always so: a branch keeps the compiler from making both operands at once, in more registers.
-        always = (columns > 0) | (not _AGAIN)
-        if always:
-            if _AGAIN:
-                a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
-            if _AGAIN or not STRAIGHT:
-                a, b, c, d = _nan_for_inf(a, b, c, d, bits)
-            _cast_transposed(codes_t, a, b, c, d, scale_t, row, column, padded)
+        _cast_transposed(codes_t, a, b, c, d, scale_t, row, column, padded)
 
 
 @triton.jit

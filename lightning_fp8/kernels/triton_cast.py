@@ -46,8 +46,8 @@ VECTOR_AMAX_TURNS, VECTOR_AMAX_TILES = 8, 8192
 SCALES_BLOCK = 1024
 #: The amax of the tensor, a tile a turn.
 AMAX_TILE = Tile(32, 256, 8)
-#: Blocks of 128: the tile is the block.
-BLOCK_TILE = Tile(128, 128, 8)
+#: Blocks of 128: the tile is the block. Where rows or columns of it have scales, and where it has one.
+VECTOR_BLOCK_TILE, SQUARE_BLOCK_TILE = Tile(128, 128, 4), Tile(128, 128, 8)
 #: Blocks of 32.
 MX_TILE = Tile(64, 64, 4)
 #: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
@@ -240,11 +240,14 @@ def cast_blocks_128(
     straight: Cast | None,
     transposed: Cast | None,
     slot: Tensor | None,
-    tile: Tile = BLOCK_TILE,
+    tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Operands:
     """1x128 and 128x128, in one pass; the tile is 128 x 128."""
     rows, columns = x.shape
+    modes = _BLOCK_MODES[_granularity(straight)], _BLOCK_MODES[_granularity(transposed)]
+    if tile is None:
+        tile = VECTOR_BLOCK_TILE if triton_block.VECTOR in modes else SQUARE_BLOCK_TILE
     out = _empty_operands(x, padded, straight, transposed)
     launch(
         triton_block.cast_blocks_128,
@@ -252,8 +255,7 @@ def cast_blocks_128(
         (x, *_pointers(out, straight, transposed), slot),
         (rows, columns, x.stride(0), padded),
         (
-            _BLOCK_MODES[_granularity(straight)], _rule(straight), _BLOCK_MODES[_granularity(transposed)],
-            _rule(transposed), slot is not None, _even(rows, columns, tile),
+            modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, _even(rows, columns, tile),
         ),
         tile.warps,
         tile.registers,
