@@ -34,14 +34,14 @@ def compile(
 ) -> _Compiled:
     """``torch.compile``, by Inductor, with FP8 casts folded into what computes their operands.
 
-    Where scales are stored (``delayed``, ``static``), the elementwise operations before a cast, such as an activation
-    or the end of a norm, and their gradients, become part of the cast's kernel, so that their result is never written
-    to memory in 16 bits. Values are then rounded where Inductor rounds them within a kernel of its own. Everything else
-    is compiled as ever; sizes that are dynamic, or no multiples of the cast's tiles (64 rows, 128 columns), are left
-    alone.
+    With scales of tensors or rows (``delayed``, ``static``, ``tensorwise``, ``rowwise``), the elementwise operations
+    before a cast, such as an activation or the end of a norm, and their gradients, become part of the cast's kernels,
+    so that their result is never written to memory in 16 bits. Values are then rounded where Inductor rounds them
+    within a kernel of its own. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the
+    cast's tiles (64 rows, 128 columns), are left alone.
 
     Forward keeps an FP8 copy of every operand for backward. With stored scales, ``recompute`` lets backward make such
-    copies itself, from what is kept for other reasons: the same codes for less memory and some time.
+    copies itself, from what is kept for other reasons: the same codes for less memory.
 
     Args:
         model: a module or a function.
