@@ -38,7 +38,7 @@ def compile(
     before a cast, such as an activation or the end of a norm, and their gradients, become part of the cast's kernels,
     so that their result is never written to memory in 16 bits. Values are then rounded where Inductor rounds them
     within a kernel of its own. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the
-    cast's tiles (64 rows, 128 columns), are left alone.
+    cast's tiles (64 rows, 64 columns), are left alone.
 
     Forward keeps an FP8 copy of every operand for backward. With stored scales, ``recompute`` lets backward make such
     copies itself, from what is kept for other reasons: the same codes for less memory.

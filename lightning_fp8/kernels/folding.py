@@ -34,9 +34,6 @@ from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
 
-#: Rows and columns of a tile of values whose amax is taken.
-AMAX_TILE = (64, 128)
-
 #: What decides on graphs that casts are folded in, and on their kernels.
 FILES = (
     "folding.py",
@@ -104,6 +101,7 @@ class KernelOfCast:
     def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
         from lightning_fp8.kernels import triton_scalar as kernels
+        from lightning_fp8.kernels.triton_cast import tile_of
 
         kernel = getattr(kernel_of(node), "fn", None)
         of_a_tile = kernels.cast_stored, kernels.cast_later, kernels.amax_rows_and_columns, kernels.cast_from_amaxes
@@ -114,11 +112,11 @@ class KernelOfCast:
         if shape is None or any(isinstance(a, fx.Node) and shape_of(a) is None for a in arguments.values()):
             return None
         if kernel is kernels.amax_partials:
-            # Its tiles are of any shape: in memory, where all values lie.
-            (rows, columns), (tile_rows, tile_columns) = shape, AMAX_TILE
-            even = rows % tile_rows == 0 and columns % tile_columns == 0
-            tile = {"rows": rows, "columns": columns, "R": tile_rows, "C": tile_columns, "EVEN": even}
-            arguments = {**arguments, **tile}
+            # What is in memory it takes as rows of another length.
+            (rows, columns), tile = shape, tile_of(shape[1])
+            even = rows % tile.rows == 0 and columns % tile.columns == 0
+            own = {"rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns, "EVEN": even}
+            arguments = {**arguments, **own}
         return KernelOfCast(node, arguments) if arguments["EVEN"] else None
 
     def look(self, inside: AbstractSet[fx.Node]) -> None:

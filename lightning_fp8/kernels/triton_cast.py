@@ -36,10 +36,10 @@ class Tile:
     registers: int | None = None
 
 
-#: Casts with one scale for the tensor or one for each row: one or both operands.
+#: Casts with one scale for the tensor or one for each row: one or both operands, or the amaxes of rows and columns.
 CAST_TILE = Tile(64, 128, 8)
-#: The amaxes of rows and columns.
-VECTOR_AMAX_TILE = Tile(64, 128, 8)
+#: The same where it divides columns evenly, as those of widths like 320 and 1600, and ``CAST_TILE`` does not.
+NARROW_CAST_TILE = Tile(64, 64, 4)
 #: Such tiles that a program goes through, one below the other, where there are enough to keep the GPU busy.
 VECTOR_AMAX_TURNS, VECTOR_AMAX_TILES = 8, 8192
 #: Rows and columns that a program makes scales of.
@@ -84,6 +84,12 @@ def cast(
     return by(x, padded, straight, transposed, slot, launch=launch)
 
 
+def tile_of(columns: int) -> Tile:
+    """The tile of a matrix of so many columns, where scales are those of a tensor or of rows."""
+    even = columns % CAST_TILE.columns == 0 or columns % NARROW_CAST_TILE.columns != 0
+    return CAST_TILE if even else NARROW_CAST_TILE
+
+
 def _caster(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
     """The function that casts with this granularity."""
     granularity = cast.granularity if cast else None
@@ -100,11 +106,12 @@ def cast_stored(
     straight: Cast | None,
     transposed: Cast | None,
     slot: Tensor,
-    tile: Tile = CAST_TILE,
+    tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Operands:
     """Tensorwise with the slot's scales, in one pass."""
     rows, columns = x.shape
+    tile = tile or tile_of(columns)
     out = _empty_operands(x, padded, straight, transposed)
     launch(
         triton_scalar.cast_stored,
@@ -127,11 +134,12 @@ def cast_from_data(
     straight: Cast | None,
     transposed: Cast | None,
     slot: Tensor | None,
-    tile: Tile = CAST_TILE,
+    tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Operands:
     """Tensorwise and rowwise with scales from the data: a pass for the amaxes, then one for the codes."""
     rows, columns = x.shape
+    tile = tile or tile_of(columns)
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     if straight and transposed is None and modes[0] == triton_scalar.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
@@ -195,11 +203,12 @@ def vector_amaxes(
     padded: int,
     modes: tuple[int, int],
     slot: Tensor | None,
-    tile: Tile = VECTOR_AMAX_TILE,
+    tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Tensor:
     """The amaxes of rows and columns, as ``triton_scalar.amax_rows_and_columns`` lays them out; notes the tensor's."""
     rows, columns = x.shape
+    tile = tile or tile_of(columns)
     scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
     turns = VECTOR_AMAX_TURNS if _tiles(rows, columns, tile) >= VECTOR_AMAX_TILES else 1
     launch(

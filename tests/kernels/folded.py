@@ -17,14 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_scalar
-from lightning_fp8.kernels.folding import AMAX_TILE, KernelOfCast, leading_to
+from lightning_fp8.kernels.folding import KernelOfCast, leading_to
 from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.triton_scalar import LATER
 from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
-
-TILE = triton_cast.CAST_TILE
 
 
 @triton.jit
@@ -48,7 +46,8 @@ def look(name: str, inputs: list[Tensor]) -> tuple[KernelOfCast, fx.GraphModule]
     graph = make_fx(CASES[name][0], decomposition_table=select_decomp_table())(*inputs)
     graph.graph.eliminate_dead_code()
     output = graph.graph.output_node()
-    cast = KernelOfCast(output, {"x": output.args[0], "C": TILE.columns})
+    x = output.args[0]
+    cast = KernelOfCast(output, {"x": x, "C": triton_cast.tile_of(x.meta["val"].shape[1]).columns})
     cast.look(leading_to(graph.graph, [cast]))
     return cast, graph
 
@@ -72,10 +71,11 @@ class Folded:
         functions = triton_common.quarter_of, triton_scalar.as_they_are
         load, values = getattr(module, "computed_tile", functions[1]), getattr(module, "computed", functions[0])
         rows, columns = self.x.shape
-        grid = rows // TILE.rows, columns // TILE.columns // self.source.pieces
+        tile = triton_cast.tile_of(columns)
+        grid = rows // tile.rows, columns // tile.columns // self.source.pieces
         self.values = torch.empty_like(self.x)
         store_tile[grid](
-            load, values, self.memory, self.values, rows, columns, self.source.pieces, TILE.rows, TILE.columns
+            load, values, self.memory, self.values, rows, columns, self.source.pieces, tile.rows, tile.columns
         )
 
     def write(self, kernel: Any) -> folded_source.Source:
@@ -90,7 +90,8 @@ class Folded:
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
         if kernel is triton_scalar.amax_partials:
             rows, columns = self.x.shape
-            arguments |= {"rows": rows, "columns": columns, "R": AMAX_TILE[0], "C": AMAX_TILE[1]}
+            tile = triton_cast.tile_of(columns)
+            arguments |= {"rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns}
         else:
             programs //= source.pieces
         assert arguments["EVEN"]
@@ -127,9 +128,10 @@ def check_later(name: str) -> None:
     codes, decode, codes_t, kept = triton_cast.cast_stored(folded.x, rows, *pair, slots[1], launch=made_in_two)
     decode_t = torch.empty_like(kept)
     columns = folded.x.shape[1]
+    tile = triton_cast.tile_of(columns)
     folded.launch(
-        triton_scalar.cast_later, rows // TILE.rows * columns // TILE.columns, (folded.x, codes_t, decode_t, kept),
-        (rows, columns, columns, rows, TILE.group), (TILE.rows, TILE.columns, True), TILE.warps,
+        triton_scalar.cast_later, rows // tile.rows * columns // tile.columns, (folded.x, codes_t, decode_t, kept),
+        (rows, columns, columns, rows, tile.group), (tile.rows, tile.columns, True), tile.warps,
     )  # fmt: skip
     assert torch.equal(*slots)
     for g, w in zip((codes, decode, codes_t, decode_t), want, strict=True):

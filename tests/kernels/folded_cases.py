@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "swiglu": (swiglu, [(ROWS, 2 * COLUMNS)]),
     "swiglu gradient": (swiglu_gradient, [(2, ROWS // 2, 2 * COLUMNS), (2, ROWS // 2, COLUMNS)]),
     "gelu": (F.gelu, [(ROWS, COLUMNS)]),
+    "gelu of few columns": (F.gelu, [(ROWS, 192)]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [(ROWS, COLUMNS)]),
     "tanh": (torch.tanh, [(ROWS, COLUMNS)]),
     "squared relu": (lambda x: F.relu(x).square(), [(ROWS, COLUMNS)]),

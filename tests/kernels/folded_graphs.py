@@ -89,6 +89,10 @@ def a_view_before(x: Tensor) -> tuple[Tensor]:
 
 
 def ragged_columns(x: Tensor) -> tuple[Tensor]:
+    return gelu(x[..., :160])
+
+
+def few_columns(x: Tensor) -> tuple[Tensor]:
     return gelu(x[..., :192])
 
 
@@ -208,6 +212,7 @@ def main() -> None:
         "separate projections": (SeparateProjections(),),
         "nothing to fold": (Inputs(used_elsewhere, nothing_before, a_view_before, ragged_columns, ragged_pieces),),
         "ragged rows": (Inputs(gelu), 200),
+        "few columns": (Inputs(few_columns),),
         "dynamic": (Inputs(gelu), ROWS, "delayed", True),
         "block, tensorwise": (block(), ROWS, "tensorwise"),
         "block, rowwise": (block(), ROWS, "rowwise"),

@@ -67,6 +67,8 @@ def test_graphs_keep_only_what_someone_else_reads() -> None:
         *[f"{values} 3"] * 5, f"{values} 2", "19 matrices less",
     ]  # fmt: skip
     assert backward == [plain, *(f"{values} {count}" for count in (2, 3, 2, 4, 3)), "30 matrices less"]
+    # Narrower tiles than usual divide them.
+    assert found.pop("few columns") == [[f"{values} 1", plain, "3 matrices less"], [plain, "0 matrices less"]]
     assert set(found) == {"nothing to fold", "ragged rows", "dynamic"}
     for name, (forward, backward) in found.items():
         layers = 5 if name == "nothing to fold" else 1
