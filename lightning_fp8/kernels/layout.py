@@ -20,7 +20,8 @@ def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Ten
         return like.new_empty((1, 1), dtype=torch.float32)
     shape = decode_scale_shape(rows, columns, cast)
     if cast.granularity == "1x128":
-        return like.new_empty_strided(shape, (1, rows), dtype=torch.float32)
+        # Not of ``like``: the compiler keeps that as an operator that reads it.
+        return torch.empty_strided(shape, (1, rows), dtype=torch.float32, device=like.device)
     return like.new_empty(shape, dtype=torch.float32)
 
 
