@@ -18,7 +18,7 @@ from lightning_fp8.cli import main
 from lightning_fp8.recipes import RECIPE_NAMES, get_recipe
 from lightning_fp8.tuning import commands
 from lightning_fp8.tuning.advice import advise, observe
-from lightning_fp8.tuning.bench import Measurement, format_row, measure
+from lightning_fp8.tuning.bench import Measurement, _by_kind, format_row, measure
 from lightning_fp8.tuning.choice import Source
 from lightning_fp8.tuning.decoder import SHAPES, DecoderShape, parse_shape
 from lightning_fp8.tuning.peaks import peak_of
@@ -213,6 +213,17 @@ def test_a_variant_that_cannot_run_is_a_row_of_the_table() -> None:
 def test_auto_is_a_variant() -> None:
     rows = measure(parse_shape(TINY), ["delayed-auto-eager"], rounds=1, report=lambda line: None)
     assert not rows[0].error and rows[0].milliseconds > 0
+
+
+def test_a_profile_counts_every_kernel_of_a_cast_as_one() -> None:
+    pytest.importorskip("triton")
+    from lightning_fp8.kernels import triton_op, triton_scalar
+
+    kernels = *triton_op._kernels_of["lightning_fp8::triton_cast"], triton_scalar.cast_later
+    names = [kernel.__name__ for kernel in kernels]
+    names += [f"{name}_of_cat_mul" for name in names]
+    found = _by_kind([(name, 1.0, 1.0) for name in (*names, "triton_poi_fused_cast_0")])
+    assert found == {"cast": len(names), "pointwise": 1.0}
 
 
 def test_a_profile_is_part_of_a_row_and_of_a_picture(tmp_path: Path) -> None:
