@@ -16,6 +16,9 @@ from lightning_fp8.recipes import Cast
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
+# Numbers of programs follow from sizes by arithmetic, with torch.sym_min for min: where a traced graph has symbols for
+# sizes, a comparison would need a graph for either outcome.
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -153,7 +156,7 @@ def cast_from_data(
     if triton_scalar.ROWS in modes:
         launch(
             triton_scalar.row_and_column_scales,
-            -(-max(padded, columns) // SCALES_BLOCK),
+            -(-torch.sym_max(padded, columns) // SCALES_BLOCK),
             (amaxes, out[1], out[3]),
             (padded, columns),
             (
@@ -184,7 +187,7 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
     stride = x.stride(0)
     if stride == columns and rows * columns % tile.columns == 0:
         rows, columns, stride = rows * columns // tile.columns, tile.columns, tile.columns
-    programs = min(programs, _tiles(rows, columns, tile))
+    programs = torch.sym_min(programs, _tiles(rows, columns, tile))
     partials = x.new_empty(programs, dtype=torch.int32)
     launch(
         triton_scalar.amax_partials,
@@ -210,7 +213,7 @@ def vector_amaxes(
     rows, columns = x.shape
     tile = tile or tile_of(columns)
     scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
-    turns = VECTOR_AMAX_TURNS if _tiles(rows, columns, tile) >= VECTOR_AMAX_TILES else 1
+    turns = 1 + (VECTOR_AMAX_TURNS - 1) * torch.sym_min(_tiles(rows, columns, tile) // VECTOR_AMAX_TILES, 1)
     launch(
         triton_scalar.amax_rows_and_columns,
         -(-rows // (tile.rows * turns)) * -(-columns // tile.columns),

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import triton
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -23,10 +23,12 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from torch._inductor.decomposition import select_decomp_table
 from triton.backends.compiler import GPUTarget
 
-from lightning_fp8 import LayerSelection, convert_model, kernels
+from lightning_fp8 import LayerSelection, convert_model, kernels, ops
+from lightning_fp8.formats import E4M3
 from lightning_fp8.kernels.folding import FoldIntoCasts
 from lightning_fp8.kernels.launch_nodes import arguments_of
 from lightning_fp8.kernels.triton_scalar import LATER, cast_later
+from lightning_fp8.recipes import Cast
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.traced import written_by
 
@@ -139,6 +141,23 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def traced(granularity: str, rows: Sequence[int]) -> int:
+    """How often a graph that casts matrices of so many rows is traced, where sizes may change."""
+    cast = Cast(E4M3, granularity)  # type: ignore[arg-type]
+    count = 0
+
+    def compiler(graph: fx.GraphModule, _: Any) -> Any:
+        nonlocal count
+        count += 1
+        return make_boxed_func(lambda *_: [torch.empty(0) for _ in graph.graph.output_node().args[0]])  # type: ignore[union-attr]
+
+    torch._dynamo.reset()
+    function = torch.compile(ops.cast, backend=aot_autograd(fw_compiler=compiler), fullgraph=True, dynamic=True)
+    for number in rows:
+        function(torch.empty(number, WIDTH, dtype=torch.bfloat16), cast, cast)  # Nothing touches this memory.
+    return count
+
+
 def fold(graph: fx.Graph) -> list[str]:
     """The kernels of a graph's casts, and how many matrices each reads."""
     before = _matrices(graph)
@@ -206,7 +225,7 @@ def block() -> Block:
 
 
 def main() -> None:
-    """Prints what was folded, as JSON."""
+    """Prints what was folded, and how often graphs were traced, as JSON."""
     cases: dict[str, tuple[Any, ...]] = {
         "block": (block(),),
         "separate projections": (SeparateProjections(),),
@@ -219,7 +238,10 @@ def main() -> None:
     }
     with gpu():
         found = {name: [fold(graph.graph) for graph in trace(*case)[0]] for name, case in cases.items()}
-    json.dump(found, sys.stdout)
+        # From one tile to as many as programs at most, and as those that take several each.
+        rows = 64, 192, 1024, 64 * 1024, 64 * 8192
+        counts = {granularity: traced(granularity, rows) for granularity in ("tensorwise", "rowwise")}
+    json.dump({"folded": found, "traced": counts}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def test_graphs_keep_only_what_someone_else_reads() -> None:
     plain = "cast_stored 1"  # A weight's, but where another reason is told.
     values = "cast_stored of values"
     gated = "columns 2, two tiles a program"
-    found = json.loads(run("tests.kernels.folded_graphs"))
+    printed = json.loads(run("tests.kernels.folded_graphs"))
+    # The numbers of programs, and of tiles that each takes, are no reason to trace a graph anew.
+    assert printed["traced"] == {"tensorwise": 1, "rowwise": 1}
+    found = printed["folded"]
     assert found.pop("block") == [
         # The norms and the activation; the attention's output is nothing elementwise.
         [f"{values} 3", *[plain] * 3, f"{values} 3", plain, f"{values} 1", plain, "11 matrices less"],
