@@ -146,14 +146,10 @@ def cast_from_data(
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     if straight and transposed is None and modes[0] == triton_scalar.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
-    if triton_scalar.ROWS in modes:
-        amaxes, count = vector_amaxes(x, padded, modes, slot, launch=launch), 1
-        slot = None
-    else:
-        amaxes = amax_partials(x, launch=launch)
-        count = amaxes.shape[0]
     out = _empty_operands(x, padded, straight, transposed)
     if triton_scalar.ROWS in modes:
+        amaxes, count, most = vector_amaxes(x, padded, modes, slot, launch=launch), 1, 1
+        slot = None
         launch(
             triton_scalar.row_and_column_scales,
             -(-torch.sym_max(padded, columns) // SCALES_BLOCK),
@@ -165,6 +161,9 @@ def cast_from_data(
             ),
             4,
         )  # fmt: skip
+    else:
+        amaxes = amax_partials(x, launch=launch)
+        count, most = amaxes.shape[0], AMAX_PROGRAMS
     launch(
         triton_scalar.cast_from_amaxes,
         _tiles(padded, columns, tile),
@@ -172,8 +171,7 @@ def cast_from_data(
         (rows, columns, x.stride(0), padded, tile.group, count),
         (
             modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None,
-            1 if triton_scalar.ROWS in modes else AMAX_PROGRAMS,
-            tile.rows, tile.columns, _even(rows, columns, tile),
+            most, tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
         tile.registers,
