@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import triton_cast, triton_scalar
+from lightning_fp8.kernels import triton_cast, triton_data
 from lightning_fp8.kernels.scale_update import step_scales
 from lightning_fp8.kernels.triton_cast import Tile
 from lightning_fp8.recipes import ROLES, Cast, DelayedScaling, Recipe, get_recipe
@@ -231,7 +231,7 @@ def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
     copy = copy_bandwidth(*shape)
     x, slot = random(*shape), slot_of()
     tensor, row = Cast(E4M3, "tensorwise"), Cast(E4M3, "rowwise")
-    modes = triton_scalar.ROWS, triton_scalar.ROWS
+    modes = triton_data.ROWS, triton_data.ROWS
     cases: list[tuple[str, float, Tile, Callable[[], object]]] = []
 
     def add(name: str, size: float, tiles: Iterable[Tile], run: Callable[[Tile], Callable[[], object]]) -> None:

@@ -1,8 +1,8 @@
 """Triton kernels that compute the values they cast: their source, written for each expression.
 
-A kernel of this kind is one of :mod:`lightning_fp8.kernels.triton_scalar` with functions of its own for the values of a
-tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does
-within a kernel.
+A kernel of this kind is one of ``triton_stored`` or ``triton_data`` with functions of its own for the values of a tile.
+Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does within a
+kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _HEAD = '''"""A cast and what computes its values; written by lightning_fp8.kern
 import triton
 import triton.language as tl
 
-from lightning_fp8.kernels.triton_common import quarter_of, row_numbers, tanh
-from lightning_fp8.kernels.triton_scalar import as_they_are, {kernel}_tile
+from lightning_fp8.kernels.triton_common import as_they_are, quarter_of, row_numbers, tanh
+from {module} import {kernel}_tile
 '''
 
 #: ``VALUES`` of ``triton_common.cast_tile``.
@@ -37,7 +37,7 @@ def {name}(inputs, row, column, J: tl.constexpr, R: tl.constexpr, C: tl.constexp
     return {results}
 """
 
-#: ``LOAD`` of ``triton_scalar.cast_stored_tile``, where it depends on the column what is computed.
+#: ``LOAD`` of ``triton_stored.cast_stored_tile``, where it depends on the column what is computed.
 _LOAD = """
 
 @triton.jit
@@ -95,14 +95,14 @@ class Source:
 
 
 def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
-    """The source of a kernel as ``kernel`` of ``triton_scalar`` for ``pieces`` side by side, a matrix of ``dtype``."""
+    """The source of a kernel as ``kernel``, for ``pieces`` side by side, a matrix of ``dtype``."""
     values = [piece.value for piece in pieces]
     everything = in_order(values)
     inputs = tuple(dict.fromkeys(value.node for value in everything if isinstance(value, Leaf)))
     used = dict.fromkeys(value.name for value in everything if isinstance(value, Operation))
     base = kernel.__name__
     name = "_".join([f"{base}_of", *(["cat"] if len(pieces) > 1 else []), *used])[:96]
-    text = _HEAD.format(kernel=base)
+    text = _HEAD.format(kernel=base, module=kernel.fn.__module__)
     at_once = len(pieces) == 1 or _share(pieces)
     if at_once:
         text += _values("computed", values, inputs, dtype)

@@ -40,7 +40,7 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.tanh.default: (1, "tanh({0})"),
     aten.where.self: (3, "tl.where({0}, {1}, {2})"),
 }
-#: Quotients, by where the divisor stands: a reciprocal that others take too, and a product.
+#: Quotients, by where the divisor stands.
 QUOTIENTS: dict[Any, int] = {aten.div.Scalar: 1, aten.div.Tensor: 1, aten.reciprocal.default: 0}
 #: Powers by their exponent: products, as Inductor computes them.
 POWERS: dict[float, str] = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}"}
@@ -216,12 +216,18 @@ class Reader:
         return Operation(node.target._opname, text, tuple(operands))  # type: ignore[union-attr]
 
     def _quotient(self, *operands: Value) -> Operation:
-        """The quotient of two operands, or the reciprocal of one."""
+        """The quotient of two operands, or the reciprocal of one.
+
+        Where both are wanted, as in the gradient of a gated layer, one division does: a product is a quotient but where
+        the reciprocal is no number, as it then is for the others too.
+        """
         *dividend, divisor = operands
-        if isinstance(divisor, float):
+        if not dividend:
+            return self._reciprocals.setdefault(divisor, Operation("reciprocal", "1.0 / {0}", operands))
+        reciprocal = self._reciprocals.get(divisor)
+        if reciprocal is None:
             return Operation("div", "{0} / {1}", operands)
-        reciprocal = self._reciprocals.setdefault(divisor, Operation("reciprocal", "1.0 / {0}", (divisor,)))
-        return Operation("mul", "{0} * {1}", (*dividend, reciprocal)) if dividend else reciprocal
+        return Operation("mul", "{0} * {1}", (*dividend, reciprocal))
 
     def _operand(
         self, argument: Any, dtypes: AbstractSet[torch.dtype], offset: int, shape: tuple[int, ...], depth: int

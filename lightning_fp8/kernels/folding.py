@@ -42,7 +42,7 @@ FILES = (
     "launch.py",
     "launch_nodes.py",
     "triton_common.py",
-    "triton_scalar.py",
+    "triton_common.py",
 )
 
 
@@ -100,18 +100,23 @@ class KernelOfCast:
     @staticmethod
     def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
-        from lightning_fp8.kernels import triton_scalar as kernels
+        from lightning_fp8.kernels import triton_data, triton_stored
         from lightning_fp8.kernels.triton_cast import tile_of
 
         kernel = getattr(kernel_of(node), "fn", None)
-        of_a_tile = kernels.cast_stored, kernels.cast_later, kernels.amax_rows_and_columns, kernels.cast_from_amaxes
-        if kernel not in (*of_a_tile, kernels.amax_partials):
+        if kernel not in (
+            triton_stored.cast_stored,
+            triton_stored.cast_later,
+            triton_data.amax_partials,
+            triton_data.amax_rows_and_columns,
+            triton_data.cast_from_amaxes,
+        ):
             return None
         arguments = arguments_of(node)
         shape = shape_of(arguments["x"])
         if shape is None or any(isinstance(a, fx.Node) and shape_of(a) is None for a in arguments.values()):
             return None
-        if kernel is kernels.amax_partials:
+        if kernel is triton_data.amax_partials:
             # What is in memory it takes as rows of another length.
             (rows, columns), tile = shape, tile_of(shape[1])
             even = rows % tile.rows == 0 and columns % tile.columns == 0
@@ -154,7 +159,7 @@ class KernelOfCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        from lightning_fp8.kernels.triton_scalar import amax_partials
+        from lightning_fp8.kernels.triton_data import amax_partials
 
         kernel = kernel_of(self.node).fn
         source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel)

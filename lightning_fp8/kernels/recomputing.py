@@ -54,7 +54,7 @@ class RecomputeTransposed(CustomGraphPass):
 
 
 class BothOperands:
-    """A node that launches ``triton_scalar.cast_stored`` for both operands.
+    """A node that launches ``triton_stored.cast_stored`` for both operands.
 
     Attributes:
         node: the node.
@@ -70,7 +70,7 @@ class BothOperands:
     @staticmethod
     def of(node: fx.Node, kept: KeptValues) -> BothOperands | None:
         """That of ``node``, where it is one, in forward, whose transposed codes backward alone reads."""
-        from lightning_fp8.kernels.triton_scalar import cast_stored
+        from lightning_fp8.kernels.triton_stored import cast_stored
 
         if getattr(kernel_of(node), "fn", None) is not cast_stored or node in kept.backward:
             return None
@@ -92,7 +92,7 @@ class BothOperands:
 
     def put_off(self) -> fx.Node:
         """Let ``node`` make the straight operand, and keep the scale of the transposed one for the node returned."""
-        from lightning_fp8.kernels.triton_scalar import LATER, cast_later, cast_stored
+        from lightning_fp8.kernels.triton_stored import LATER, cast_later, cast_stored
 
         node, graph = self.node, self.node.graph
         arguments = arguments_of(node)

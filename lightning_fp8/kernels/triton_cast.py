@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fp8.kernels import triton_block, triton_scalar
+from lightning_fp8.kernels import triton_block, triton_data, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import empty_decode_scale
 from lightning_fp8.kernels.reference import round_up, row_multiple
@@ -58,7 +58,7 @@ AMAX_PROGRAMS = 1024
 #: The longest row that one program holds in registers, and the values it holds at least.
 MAX_ROW, MIN_ROW_TILE = 32768, 4096
 
-_SCALAR_MODES = {None: 0, "tensorwise": triton_scalar.TENSOR, "rowwise": triton_scalar.ROWS}
+_SCALAR_MODES = {None: 0, "tensorwise": triton_data.TENSOR, "rowwise": triton_data.ROWS}
 _BLOCK_MODES = {None: 0, "1x128": triton_block.VECTOR, "128x128": triton_block.SQUARE}
 
 
@@ -117,7 +117,7 @@ def cast_stored(
     tile = tile or tile_of(columns)
     out = _empty_operands(x, padded, straight, transposed)
     launch(
-        triton_scalar.cast_stored,
+        triton_stored.cast_stored,
         _tiles(padded, columns, tile),
         (x, *_pointers(out, straight, transposed), slot),
         (rows, columns, x.stride(0), padded, tile.group),
@@ -144,19 +144,19 @@ def cast_from_data(
     rows, columns = x.shape
     tile = tile or tile_of(columns)
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
-    if straight and transposed is None and modes[0] == triton_scalar.ROWS and columns <= MAX_ROW:
+    if straight and transposed is None and modes[0] == triton_data.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
     out = _empty_operands(x, padded, straight, transposed)
-    if triton_scalar.ROWS in modes:
+    if triton_data.ROWS in modes:
         amaxes, count, most = vector_amaxes(x, padded, modes, slot, launch=launch), 1, 1
         slot = None
         launch(
-            triton_scalar.row_and_column_scales,
+            triton_data.row_and_column_scales,
             -(-torch.sym_max(padded, columns) // SCALES_BLOCK),
             (amaxes, out[1], out[3]),
             (padded, columns),
             (
-                modes[0] == triton_scalar.ROWS, _rule(straight), modes[1] == triton_scalar.ROWS, _rule(transposed),
+                modes[0] == triton_data.ROWS, _rule(straight), modes[1] == triton_data.ROWS, _rule(transposed),
                 SCALES_BLOCK,
             ),
             4,
@@ -165,7 +165,7 @@ def cast_from_data(
         amaxes = amax_partials(x, launch=launch)
         count, most = amaxes.shape[0], AMAX_PROGRAMS
     launch(
-        triton_scalar.cast_from_amaxes,
+        triton_data.cast_from_amaxes,
         _tiles(padded, columns, tile),
         (x, *_pointers(out, straight, transposed), slot, amaxes),
         (rows, columns, x.stride(0), padded, tile.group, count),
@@ -188,7 +188,7 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
     programs = torch.sym_min(programs, _tiles(rows, columns, tile))
     partials = x.new_empty(programs, dtype=torch.int32)
     launch(
-        triton_scalar.amax_partials,
+        triton_data.amax_partials,
         programs,
         (x, partials),
         (rows, columns, stride),
@@ -207,18 +207,18 @@ def vector_amaxes(
     tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Tensor:
-    """The amaxes of rows and columns, as ``triton_scalar.amax_rows_and_columns`` lays them out; notes the tensor's."""
+    """The amaxes of rows and columns, as ``triton_data.amax_rows_and_columns`` lays them out; notes the tensor's."""
     rows, columns = x.shape
     tile = tile or tile_of(columns)
-    scratch = x.new_zeros(triton_scalar.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
+    scratch = x.new_zeros(triton_data.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
     turns = 1 + (VECTOR_AMAX_TURNS - 1) * torch.sym_min(_tiles(rows, columns, tile) // VECTOR_AMAX_TILES, 1)
     launch(
-        triton_scalar.amax_rows_and_columns,
+        triton_data.amax_rows_and_columns,
         -(-rows // (tile.rows * turns)) * -(-columns // tile.columns),
         (x, scratch, slot),
         (rows, columns, x.stride(0), padded, turns),
         (
-            modes[0] == triton_scalar.ROWS, modes[1] == triton_scalar.ROWS, triton_scalar.TENSOR in modes,
+            modes[0] == triton_data.ROWS, modes[1] == triton_data.ROWS, triton_data.TENSOR in modes,
             slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
@@ -234,7 +234,7 @@ def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None, laun
     width = 1 << (columns - 1).bit_length()
     height = max(1, MIN_ROW_TILE // width)
     launch(
-        triton_scalar.cast_rows,
+        triton_data.cast_rows,
         -(-padded // height),
         (x, out[0], out[1], slot),
         (rows, columns, x.stride(0), padded),

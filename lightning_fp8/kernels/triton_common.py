@@ -286,3 +286,48 @@ def cast_tile(
             place = column + piece * (columns // PIECES)
             _store_words(codes_t, words[piece], row, place, rows, columns, Q, C, EVEN)
     return largest
+
+
+@triton.jit
+def load_matrix(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """The tile of a matrix in memory: ``inputs`` are its pointer and the stride of its rows."""
+    return load_tile(inputs[0], inputs[1], row, column, rows, columns, R, C, EVEN)
+
+
+@triton.jit
+def as_they_are(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """Nothing is loaded beforehand: ``VALUES`` takes the inputs themselves."""
+    return inputs
+
+
+@triton.jit
+def first_of_tile(
+    program, rows, columns, group, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The first row and column of a program's tile, in the first of its pieces."""
+    row_tile, column_tile = tile_position(program, tl.cdiv(rows, R), tl.cdiv(columns, C * PIECES), group)
+    return row_tile * R, column_tile * C
+
+
+@triton.jit
+def first_in_order(tile, columns, PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The same of the tile of this number, where one program goes through them along the rows."""
+    column_tiles = tl.cdiv(columns, C * PIECES)
+    return tile // column_tiles * R, tile % column_tiles * C
+
+
+@triton.jit
+def amax_of_tiles(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, first, step, rows, columns,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The amax of the tiles ``first``, ``first + step``, ..."""
+    tiles = tl.cdiv(rows, R) * tl.cdiv(columns, C * PIECES)
+    seen = tl.zeros((R // 4, C), tl.float32)
+    tile = first
+    while tile < tiles:
+        row, column = first_in_order(tile, columns, PIECES, R, C)
+        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+        seen = larger(seen, tile_magnitudes(VALUES, loaded, row, column, PIECES, R, C))
+        tile += step
+    return float_of(amax_bits(seen))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.kernels import triton_block, triton_cast, triton_scalar
+from lightning_fp8.kernels import triton_block, triton_cast, triton_data, triton_stored
 from lightning_fp8.kernels.launch import in_graph
 from lightning_fp8.recipes import Cast
 
@@ -28,12 +28,12 @@ def cast(
 # function above alone, and finds none there.
 _kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_to_kernels", {})
 _kernels_of["lightning_fp8::triton_cast"] = [
-    triton_scalar.cast_stored,
-    triton_scalar.amax_partials,
-    triton_scalar.amax_rows_and_columns,
-    triton_scalar.row_and_column_scales,
-    triton_scalar.cast_from_amaxes,
-    triton_scalar.cast_rows,
+    triton_stored.cast_stored,
+    triton_data.amax_partials,
+    triton_data.amax_rows_and_columns,
+    triton_data.row_and_column_scales,
+    triton_data.cast_from_amaxes,
+    triton_data.cast_rows,
     triton_block.cast_blocks_128,
     triton_block.cast_blocks_32,
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import reference, triton_cast, triton_scalar
+from lightning_fp8.kernels import reference, triton_cast, triton_stored
 from lightning_fp8.kernels.launch import at_once, by_triton
 from lightning_fp8.recipes import Cast
 
@@ -89,11 +89,11 @@ def check_later(x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, 
 
     def first(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, _: Any) -> None:
         codes, _, decode, _, place = tensors[1:]
-        constants = (*constants[:2], triton_scalar.LATER, *constants[3:])
+        constants = (*constants[:2], triton_stored.LATER, *constants[3:])
         at_once(kernel, programs, (x, codes, None, decode, kept, place), sizes, constants, warps)
 
     def second(_: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, __: Any) -> None:
-        by_triton(triton_scalar.cast_later, programs, (x, codes_t, decode_t, kept), sizes, constants[4:], warps)
+        by_triton(triton_stored.cast_later, programs, (x, codes_t, decode_t, kept), sizes, constants[4:], warps)
 
     got = triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=first)
     triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=second)

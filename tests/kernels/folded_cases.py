@@ -25,6 +25,12 @@ def swiglu_gradient(gate_up: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([d_gate, d * F.silu(gate)], -1).view(-1, gate_up.shape[-1])
 
 
+def reciprocal_and_quotient(gate: Tensor, gradient: Tensor) -> Tensor:
+    divisor = 1 + torch.exp(-gate.float())
+    halves = [gradient * divisor.reciprocal(), gradient * (gate / divisor)]
+    return torch.cat([half.to(gate.dtype) for half in halves], -1)
+
+
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-5).view(-1, x.shape[-1])
 
@@ -37,6 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 CASES: dict[str, Case] = {
     "swiglu": (swiglu, [(ROWS, 2 * COLUMNS)]),
     "swiglu gradient": (swiglu_gradient, [(2, ROWS // 2, 2 * COLUMNS), (2, ROWS // 2, COLUMNS)]),
+    "reciprocal and quotient": (reciprocal_and_quotient, [(ROWS, COLUMNS)] * 2),
     "gelu": (F.gelu, [(ROWS, COLUMNS)]),
     "gelu of few columns": (F.gelu, [(ROWS, 192)]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [(ROWS, COLUMNS)]),

@@ -217,9 +217,9 @@ def test_auto_is_a_variant() -> None:
 
 def test_a_profile_counts_every_kernel_of_a_cast_as_one() -> None:
     pytest.importorskip("triton")
-    from lightning_fp8.kernels import triton_op, triton_scalar
+    from lightning_fp8.kernels import triton_op, triton_stored
 
-    kernels = *triton_op._kernels_of["lightning_fp8::triton_cast"], triton_scalar.cast_later
+    kernels = *triton_op._kernels_of["lightning_fp8::triton_cast"], triton_stored.cast_later
     names = [kernel.__name__ for kernel in kernels]
     names += [f"{name}_of_cat_mul" for name in names]
     found = _by_kind([(name, 1.0, 1.0) for name in (*names, "triton_poi_fused_cast_0")])
