@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import lightning_fp8
 from lightning_fp8.compiling import module_arguments
@@ -44,8 +45,11 @@ def test_what_is_cast_in_backward_is_kept_no_longer() -> None:
     cheap, all_ = found.pop("functions cheap"), found.pop("functions all")
     assert cheap[:2] == [{**fp8(_32768=3, _65536=5), "bool 32768": 1}, {"given 65536": 5}]
     assert all_[:2] == [{**fp8(_32768=4, _65536=5), "bool 32768": 1}, {"given 65536": 5}]
-    # Activation checkpointing recomputes the casts as it recomputes the rest.
-    assert [found.pop(f"checkpointed {setting}") for setting in ("cheap", "all")] == [[{}, {}, {}]] * 2
+    # Activation checkpointing recomputes the casts as it recomputes the rest; torch 2.11 does not mark Triton kernels,
+    # so that the weight's is ours.
+    marked = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+    checkpointed = [{}, {}, {}] if marked else [fp8(_65536=1), {"given 65536": 1}, {plain: 1}]
+    assert [found.pop(f"checkpointed {setting}") for setting in ("cheap", "all")] == [checkpointed] * 2
     # Rows and columns that tiles do not divide are cast from what Inductor computes.
     ragged = [
         fp8(_53248=1, _65536=1, _33280=1, _40960=1), {"given 65536": 1, "given 40960": 1}, {plain: 4},
