@@ -204,24 +204,20 @@ def linear_times(recipe: Recipe, k: int, n: int) -> dict[str, float]:
 
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
-#: Rows, columns, warps, registers.
+#: Rows, columns, warps.
 CAST_TILES = [
-    (32, 128, 2, None), (32, 128, 4, None), (32, 256, 4, None), (32, 256, 8, None), (64, 64, 2, None),
-    (64, 64, 4, None), (64, 64, 4, 64), (64, 128, 4, None), (64, 128, 4, 80), (64, 128, 8, None), (64, 128, 8, 64),
-    (64, 256, 8, None), (128, 32, 2, None), (128, 32, 4, None), (128, 32, 4, 64), (128, 64, 4, None), (128, 64, 4, 80),
-    (128, 64, 8, None), (128, 64, 8, 64), (128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None),
-    (128, 128, 16, 64), (256, 32, 4, None), (256, 32, 8, None), (256, 64, 8, None), (256, 64, 16, None),
+    (32, 128, 2), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 64, 2), (64, 64, 4), (64, 128, 4), (64, 128, 8),
+    (64, 256, 8), (128, 32, 2), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 128, 16), (256, 32, 4),
+    (256, 32, 8), (256, 64, 8), (256, 64, 16),
 ]  # fmt: skip
 PAIR_TILES = [
-    (64, 64, 4, None), (64, 128, 4, None), (64, 128, 8, None), (128, 64, 4, None), (128, 64, 8, None),
-    (128, 64, 8, 64), (128, 128, 8, None), (128, 128, 16, None),
+    (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 128, 16),
 ]  # fmt: skip
 VECTOR_TILES = [
-    (64, 128, 4, None), (64, 256, 8, None), (128, 128, 4, None), (128, 128, 8, None), (128, 128, 8, 64),
-    (128, 256, 8, None), (256, 128, 8, None), (256, 256, 16, None),
+    (64, 128, 4), (64, 256, 8), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8), (256, 256, 16),
 ]  # fmt: skip
 AMAX_TILES = [(16, 256, 4), (32, 256, 4), (32, 256, 8), (64, 256, 8), (16, 512, 8), (32, 512, 16), (16, 1024, 8)]
-BLOCK_TILES = [(128, 128, 4, None), (128, 128, 8, None), (128, 128, 8, 128), (128, 128, 16, None), (128, 128, 16, 64)]
+BLOCK_TILES = [(128, 128, 4), (128, 128, 8), (128, 128, 16)]
 GROUPS = (1, 8, 1 << 20)
 
 
@@ -238,13 +234,18 @@ def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
         if only is None or name in only:
             cases.extend((name, size, tile, run(tile)) for tile in tiles)
 
-    def each(sizes: list[tuple[int, int, int, int | None]], groups: tuple[int, ...] = GROUPS) -> list[Tile]:
-        return [Tile(r, c, warps, group, registers) for r, c, warps, registers in sizes for group in groups]
+    def each(sizes: list[tuple[int, int, int]], groups: tuple[int, ...] = GROUPS) -> list[Tile]:
+        return [Tile(*size, group) for size in sizes for group in groups]
 
     rows = shape[0]
     add("stored", 4, each(CAST_TILES), lambda t: lambda: triton_cast.cast_stored(x, rows, tensor, tensor, slot, t))
     add("rowwise pair", 6, each(PAIR_TILES), lambda t: lambda: triton_cast.cast_from_data(x, rows, row, row, slot, t))
-    add("vector amaxes", 2, each(VECTOR_TILES), lambda t: lambda: triton_cast.vector_amaxes(x, rows, modes, slot, t))
+    add(
+        "vector amaxes",
+        2,
+        each(VECTOR_TILES, (1,)),
+        lambda t: lambda: triton_cast.vector_amaxes(x, rows, modes, slot, t),
+    )
     for programs in (528, 1024, 2048, 4096):
         # The group of such a tile is its number of programs.
         tiles = [Tile(*size, programs) for size in AMAX_TILES]
@@ -258,11 +259,11 @@ def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
             lambda t, c=cast: lambda: triton_cast.cast_blocks_128(x, rows, c, c, slot, t),
         )
     # Groups and programs are no constants of a kernel.
-    compile_all({(name, t.rows, t.columns, t.warps, t.registers): run for name, _, t, run in cases}.values())
+    compile_all({(name, t.rows, t.columns, t.warps): run for name, _, t, run in cases}.values())
     results = []
     for name, size, tile, run in cases:
         result = bandwidth(name, shape, size, median_ms(run, 15), copy)
-        results.append({**result, "tile": f"{tile.rows}x{tile.columns}/{tile.warps} g{tile.group} r{tile.registers}"})
+        results.append({**result, "tile": f"{tile.rows}x{tile.columns}/{tile.warps} g{tile.group}"})
     return sorted(results, key=lambda r: (r["kernel"], -r["of copy"]))
 
 

@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 
 class Launch(Protocol):
-    """Runs ``programs`` programs of ``kernel``; ``registers`` is the most a thread may use."""
+    """Runs ``programs`` programs of ``kernel``, of so many ``warps``."""
 
     def __call__(
         self,
@@ -24,7 +24,6 @@ class Launch(Protocol):
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
         warps: int,
-        registers: int | None = None,
     ) -> None: ...
 
 
@@ -42,7 +41,6 @@ def at_once(
     sizes: tuple[int | float, ...],
     constants: tuple[Any, ...],
     warps: int,
-    registers: int | None = None,
     fuse_products: bool = True,
 ) -> None:
     """Launch on the current stream.
@@ -59,7 +57,6 @@ def at_once(
         sizes: numbers; a launch with others than before goes Triton's way once.
         constants: the kernel's.
         warps: a program's.
-        registers: the most a thread may use.
         fuse_products: whether a product and the sum it goes into may be rounded once.
     """
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -67,13 +64,13 @@ def at_once(
     device = x.get_device()
     first = tensors[1]
     dtypes = x.dtype, None if first is None else first.dtype
-    key = (id(kernel), device, dtypes, sizes, constants, warps, registers, fuse_products)
+    key = (id(kernel), device, dtypes, sizes, constants, warps, fuse_products)
     found = _compiled.get(key)
     alignment = 0
     for pointer in pointers:
         alignment |= pointer or 0
     if found is None or alignment % 16:
-        compiled = by_triton(kernel, programs, tensors, sizes, constants, warps, registers, fuse_products)
+        compiled = by_triton(kernel, programs, tensors, sizes, constants, warps, fuse_products)
         # Triton's interpreter has nothing to compile.
         if _DIRECT and compiled is not None and not alignment % 16:
             if len(_compiled) >= _MOST_COMPILED:
@@ -94,7 +91,6 @@ def by_triton(
     sizes: tuple[int | float, ...],
     constants: tuple[Any, ...],
     warps: int,
-    registers: int | None = None,
     fuse_products: bool = True,
 ) -> Any:
     """As :func:`at_once`, in Triton's own way: for sizes that are others at every call.
@@ -102,9 +98,7 @@ def by_triton(
     Returns:
         The compiled kernel; ``None`` in Triton's interpreter.
     """
-    return kernel[_grid(programs)](
-        *tensors, *sizes, *constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=fuse_products
-    )
+    return kernel[_grid(programs)](*tensors, *sizes, *constants, num_warps=warps, enable_fp_fusion=fuse_products)
 
 
 def _grid(programs: int | tuple[int, int]) -> tuple[int, int]:
@@ -118,17 +112,10 @@ def in_graph(
     sizes: tuple[int, ...],
     constants: tuple[Any, ...],
     warps: int,
-    registers: int | None = None,
 ) -> None:
-    """Add to the graph that is traced, where a compiler sees what is read and written.
-
-    Raises:
-        ValueError: a limit of registers is asked for, which Inductor does not pass on.
-    """
+    """Add to the graph that is traced, where a compiler sees what is read and written."""
     from torch.library import wrap_triton
 
-    if registers is not None:
-        raise ValueError("Inductor launches no kernel with a limit of registers.")
     wrap_triton(with_warps(kernel, warps))[(programs,)](*tensors, *sizes, *constants)
 
 

@@ -29,14 +29,12 @@ class Tile:
         columns: columns of a tile, a power of two.
         warps: warps a program.
         group: rows of tiles that programs walk through together; 1 goes along the rows of the matrix.
-        registers: the most a thread may use, so that more programs run at once; ``None`` lets the compiler choose.
     """
 
     rows: int
     columns: int
     warps: int
     group: int = 1
-    registers: int | None = None
 
 
 #: Casts with one scale for the tensor or one for each row: one or both operands, or the amaxes of rows and columns.
@@ -126,7 +124,6 @@ def cast_stored(
             tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
-        tile.registers,
     )  # fmt: skip
     return out
 
@@ -174,7 +171,6 @@ def cast_from_data(
             most, tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
-        tile.registers,
     )  # fmt: skip
     return out
 
@@ -194,7 +190,6 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
         (rows, columns, stride),
         (tile.rows, tile.columns, _even(rows, columns, tile)),
         tile.warps,
-        tile.registers,
     )
     return partials
 
@@ -222,7 +217,6 @@ def vector_amaxes(
             slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
-        tile.registers,
     )  # fmt: skip
     return scratch
 
@@ -268,7 +262,6 @@ def cast_blocks_128(
             modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, _even(rows, columns, tile),
         ),
         tile.warps,
-        tile.registers,
     )  # fmt: skip
     return out
 
@@ -295,7 +288,6 @@ def cast_blocks_32(
             slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
         ),
         tile.warps,
-        tile.registers,
     )  # fmt: skip
     return out
 

@@ -81,7 +81,7 @@ class Folded:
     def write(self, kernel: Any) -> folded_source.Source:
         return folded_source.write(self.cast.pieces, self.x.dtype, kernel)
 
-    def launch(self, kernel, programs, tensors, sizes, constants, warps, registers=None, **changed) -> None:  # type: ignore[no-untyped-def]
+    def launch(self, kernel, programs, tensors, sizes, constants, warps, **changed) -> None:  # type: ignore[no-untyped-def]
         """In the place of a kernel that reads the matrix."""
         if "x" not in kernel.arg_names:
             at_once(kernel, programs, tensors, sizes, constants, warps)

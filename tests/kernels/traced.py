@@ -34,7 +34,7 @@ def written(rows: int, straight: Cast | None, transposed: Cast | None, noted: bo
     """What each kernel of a cast writes, as the compiler finds it."""
     found = []
 
-    def look(kernel, programs, tensors, sizes, constants, warps, registers=None) -> None:  # type: ignore[no-untyped-def]
+    def look(kernel, programs, tensors, sizes, constants, warps) -> None:  # type: ignore[no-untyped-def]
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True))
         found.append([kernel.__name__, *sorted(written_by(kernel, arguments))])
         # Inductor writes the kernel and all that it calls into a module of their own: it must stand by itself.
