@@ -41,8 +41,10 @@ FILES = (
     "folded_values.py",
     "launch.py",
     "launch_nodes.py",
+    "triton_cast.py",
     "triton_common.py",
-    "triton_common.py",
+    "triton_data.py",
+    "triton_stored.py",
 )
 
 

@@ -40,7 +40,7 @@ def relaunch(node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: in
         **node.kwargs,
         "kernel_idx": kernel_side_table.add_kernel(with_warps(kernel, kernel_of(node).configs[0].num_warps)),
         "constant_args_idx": kernel_side_table.add_constant_args(constants),
-        "grid": [(programs // share, *others) for programs, *others in grids] if share > 1 else grids,
+        "grid": [(programs // share, *rest) for programs, *rest in grids] if share > 1 else grids,
         "kwargs": others,
         "tensors_to_clone": written,
     }

@@ -91,6 +91,18 @@ def test_options_are_those_of_the_mode_and_one_pass() -> None:
     assert isinstance(folding.uuid(), bytes) and folding.uuid() == folding.uuid()
 
 
+def test_a_change_of_any_kernel_is_a_change_of_the_pass() -> None:
+    """Graphs on the disk must not outlive the kernels that they hold."""
+    pytest.importorskip("triton")
+    from lightning_fp8.kernels import folding, triton_common, triton_data, triton_stored
+
+    kernels = [vars(module) for module in (triton_common, triton_data, triton_stored)]
+    modules = {function.fn.__module__ for names in kernels for function in names.values() if hasattr(function, "fn")}
+    assert len(modules) == len(kernels)
+    assert {f"{module.rpartition('.')[2]}.py" for module in modules} <= set(folding.FILES)
+    assert all(Path(path).exists() for path in folding.paths(folding.FILES))
+
+
 def test_module_arguments_leave_other_compilers_alone() -> None:
     assert module_arguments({"backend": "aot_eager", "mode": None}) == {"backend": "aot_eager", "mode": None}
     arguments = module_arguments({"mode": "reduce-overhead", "fullgraph": True})
