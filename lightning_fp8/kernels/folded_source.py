@@ -140,14 +140,20 @@ def _share(pieces: Sequence[Piece]) -> bool:
 
 def _values(name: str, values: Sequence[Value], inputs: tuple[fx.Node, ...], dtype: torch.dtype) -> str:
     """The function that computes every fourth row of a tile of each of ``values``."""
+    parts = in_order(values)
+    reciprocals = {p.operands[0]: p for p in parts if isinstance(p, Operation) and p.name == "reciprocal"}
     names: dict[Leaf | Operation, str] = {}
     lines = []
-    for part in in_order(values):
+    for part in in_order([*reciprocals.values(), *values]):
         names[part] = f"v{len(names)}"
         if isinstance(part, Leaf):
             text = _load(part, f"inputs[{inputs.index(part.node)}]")
         else:
-            text = part.text.format(*(repr(v) if isinstance(v, float) else names[v] for v in part.operands))
+            operands = [repr(v) if isinstance(v, float) else names[v] for v in part.operands]
+            text = part.text.format(*operands)
+            if part.name == "div" and (reciprocal := reciprocals.get(part.operands[1])) is not None:
+                # One division does for both. Where a reciprocal is no number, it is none for the others either.
+                text = f"{operands[0]} * {names[reciprocal]}"
         lines.append(f"    {names[part]} = {text}")
     # What has no matrix is read from memory: these are no numbers.
     results = "".join(f"{names[value]}.to(tl.{str(dtype)[6:]}), " for value in values if not isinstance(value, float))

@@ -24,6 +24,8 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.abs.default: (1, "tl.abs({0})"),
     aten.add.Scalar: (2, "{0} + {1}"),
     aten.add.Tensor: (2, "{0} + {1}"),
+    aten.div.Scalar: (2, "{0} / {1}"),
+    aten.div.Tensor: (2, "{0} / {1}"),
     aten.erf.default: (1, "tl.erf({0})"),
     aten.exp.default: (1, "tl.exp({0})"),
     aten.ge.Scalar: (2, "{0} >= {1}"),
@@ -33,6 +35,7 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.mul.Scalar: (2, "{0} * {1}"),
     aten.mul.Tensor: (2, "{0} * {1}"),
     aten.neg.default: (1, "-{0}"),
+    aten.reciprocal.default: (1, "1.0 / {0}"),
     aten.relu.default: (1, "tl.where({0} <= 0.0, 0.0, {0})"),  # NaN stays NaN.
     aten.sigmoid.default: (1, "tl.sigmoid({0})"),
     aten.sub.Scalar: (2, "{0} - {1}"),
@@ -40,8 +43,6 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.tanh.default: (1, "tanh({0})"),
     aten.where.self: (3, "tl.where({0}, {1}, {2})"),
 }
-#: Quotients, by where the divisor stands.
-QUOTIENTS: dict[Any, int] = {aten.div.Scalar: 1, aten.div.Tensor: 1, aten.reciprocal.default: 0}
 #: Powers by their exponent: products, as Inductor computes them.
 POWERS: dict[float, str] = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}"}
 #: Arguments that change nothing where they have these values.
@@ -151,7 +152,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether values may be computed through this node."""
-    known = any(node.target in operators for operators in (OPERATIONS, QUOTIENTS, VIEWS, SPLITS))
+    known = node.target in OPERATIONS or node.target in VIEWS or node.target in SPLITS
     known = known or node.target in (CONVERT, aten.pow.Tensor_Scalar)
     return node.op == "call_function" and (known or _is_split_piece(node))
 
@@ -168,7 +169,7 @@ class Reader:
         self._inside = inside
         self._device = device
         self._known: dict[tuple[fx.Node, int], Value | None] = {}
-        self._reciprocals: dict[Value, Operation] = {}
+        self._made: dict[tuple[str, tuple[Value, ...]], Operation] = {}
 
     def value(self, node: fx.Node, offset: int = 0, depth: int = 0) -> Value | None:
         """The values of ``node`` from column ``offset`` on; ``None`` if they can be neither computed nor read."""
@@ -211,23 +212,18 @@ class Reader:
             return operands[0]
         if all(isinstance(operand, float) for operand in operands):
             return None
-        if node.target in QUOTIENTS:
-            return self._quotient(*operands)
-        return Operation(node.target._opname, text, tuple(operands))  # type: ignore[union-attr]
+        if node.target is aten.sigmoid.default:
+            return self._sigmoid(operands[0])
+        return self._make(node.target._opname, text, *operands)  # type: ignore[union-attr]
 
-    def _quotient(self, *operands: Value) -> Operation:
-        """The quotient of two operands, or the reciprocal of one.
+    def _make(self, name: str, text: str, *operands: Value) -> Operation:
+        """The one operation of this kind on these operands: what several values have in common is computed once."""
+        return self._made.setdefault((text, operands), Operation(name, text, operands))
 
-        Where both are wanted, as in the gradient of a gated layer, one division does: a product is a quotient but where
-        the reciprocal is no number, as it then is for the others too.
-        """
-        *dividend, divisor = operands
-        if not dividend:
-            return self._reciprocals.setdefault(divisor, Operation("reciprocal", "1.0 / {0}", operands))
-        reciprocal = self._reciprocals.get(divisor)
-        if reciprocal is None:
-            return Operation("div", "{0} / {1}", operands)
-        return Operation("mul", "{0} * {1}", (*dividend, reciprocal))
+    def _sigmoid(self, x: Value) -> Operation:
+        """As it stands in what silu is decomposed to, which then has it in common with its gradient."""
+        exponential = self._make("exp", OPERATIONS[aten.exp.default][1], self._make("neg", "-{0}", x))
+        return self._make("reciprocal", "1.0 / {0}", self._make("add", "{0} + {1}", exponential, 1.0))
 
     def _operand(
         self, argument: Any, dtypes: AbstractSet[torch.dtype], offset: int, shape: tuple[int, ...], depth: int
@@ -313,8 +309,6 @@ def _expression(node: fx.Node) -> tuple[str, Sequence[Any]]:
         exponent: Any = node.args[1]
         return (POWERS.get(exponent, "") if isinstance(exponent, int | float) else ""), node.args[:1]
     count, text = OPERATIONS.get(node.target, (0, ""))
-    if node.target in QUOTIENTS:
-        count, text = 1 + QUOTIENTS[node.target], "quotient"
     plain = all(name in _NEUTRAL and value == _NEUTRAL[name] for name, value in node.kwargs.items())
     return (text if plain and len(node.args) == count else ""), node.args
 

@@ -25,9 +25,9 @@ def swiglu_gradient(gate_up: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([d_gate, d * F.silu(gate)], -1).view(-1, gate_up.shape[-1])
 
 
-def reciprocal_and_quotient(gate: Tensor, gradient: Tensor) -> Tensor:
+def quotient_and_reciprocal(gate: Tensor, gradient: Tensor) -> Tensor:
     divisor = 1 + torch.exp(-gate.float())
-    halves = [gradient * divisor.reciprocal(), gradient * (gate / divisor)]
+    halves = [gradient * (gate / divisor), gradient * divisor.reciprocal()]
     return torch.cat([half.to(gate.dtype) for half in halves], -1)
 
 
@@ -43,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 CASES: dict[str, Case] = {
     "swiglu": (swiglu, [(ROWS, 2 * COLUMNS)]),
     "swiglu gradient": (swiglu_gradient, [(2, ROWS // 2, 2 * COLUMNS), (2, ROWS // 2, COLUMNS)]),
-    "reciprocal and quotient": (reciprocal_and_quotient, [(ROWS, COLUMNS)] * 2),
+    "quotient and reciprocal": (quotient_and_reciprocal, [(ROWS, COLUMNS)] * 2),
     "gelu": (F.gelu, [(ROWS, COLUMNS)]),
     "gelu of few columns": (F.gelu, [(ROWS, 192)]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [(ROWS, COLUMNS)]),
