@@ -87,12 +87,12 @@ def check_later(x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, 
     kept = torch.empty(1, 1, device=x.device)
     codes_t, decode_t = torch.empty_like(want[2]), torch.empty_like(want[3])
 
-    def first(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, _: Any) -> None:
+    def first(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int) -> None:
         codes, _, decode, _, place = tensors[1:]
         constants = (*constants[:2], triton_stored.LATER, *constants[3:])
         at_once(kernel, programs, (x, codes, None, decode, kept, place), sizes, constants, warps)
 
-    def second(_: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int, __: Any) -> None:
+    def second(_: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int) -> None:
         by_triton(triton_stored.cast_later, programs, (x, codes_t, decode_t, kept), sizes, constants[4:], warps)
 
     got = triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=first)
