@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
@@ -17,7 +16,7 @@ from lightning_fp8.model import Conversion, conversions, use_saved_layers
 from lightning_fp8.policy import Precision
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection
-from lightning_fp8.settings import FP8Settings
+from lightning_fp8.settings import FP8Settings, check_optimizer
 
 
 class FP8Precision(LightningPrecision):
@@ -123,10 +122,7 @@ class FP8Precision(LightningPrecision):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step; afterwards the scales of the modules that ``optimizer`` trains may move."""
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
-            )
+        check_optimizer(optimizer)
         scaler = self.settings.loss_scaler
         output = super().optimizer_step(optimizer, **kwargs) if scaler is None else scaler.step(optimizer, **kwargs)
         for conversion in self._trained_by(optimizer):

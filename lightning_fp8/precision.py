@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
@@ -23,7 +23,7 @@ from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 from lightning_fp8.selection import LayerSelection
-from lightning_fp8.settings import FP8Settings
+from lightning_fp8.settings import FP8Settings, check_optimizer
 from lightning_fp8.shard import shard
 
 log = logging.getLogger(__name__)
@@ -154,10 +154,8 @@ class TrainerPrecision:
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Look at the optimizers before training, and leave behind what an interrupted run left half done."""
-        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
-            )
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         self._rng_of_first_step = None
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.begin()

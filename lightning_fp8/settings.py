@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
@@ -109,3 +110,15 @@ class FP8Settings:
         """This rank's states of the conversions, of what :meth:`state_dict` gave."""
         saved: list[dict[str, Any]] = own_part(state.get("conversions_of_ranks", [])) or state["conversions"]
         return saved
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse what takes no steps of one forward and one backward.
+
+    Raises:
+        ValueError: it is LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step, which FP8 scales cannot follow: use another optimizer."
+        )
