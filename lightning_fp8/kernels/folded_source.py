@@ -58,7 +58,7 @@ def {name}({parameters}):
 """
 
 #: Arguments of a kernel that only the matrix has which it reads from memory.
-_OF_THE_MATRIX = ("x", "stride")
+OF_THE_MATRIX = ("x", "stride")
 #: Constants that all kernels have last.
 _OF_THE_TILE = ("R", "C", "EVEN")
 
@@ -111,7 +111,7 @@ def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
             text += _values(f"computed_{index}", [value], inputs, dtype)
         text += _LOAD.format(lines=_tile([piece.columns for piece in pieces]))
     names = [f"x{index}" for index in range(len(inputs))]
-    others = [argument for argument in kernel.arg_names if argument not in _OF_THE_MATRIX]
+    others = [argument for argument in kernel.arg_names if argument not in OF_THE_MATRIX]
     count = len(pieces) if at_once else 1
     text += _KERNEL.format(
         kernel=base,

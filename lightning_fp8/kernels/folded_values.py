@@ -37,7 +37,6 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.neg.default: (1, "-{0}"),
     aten.reciprocal.default: (1, "1.0 / {0}"),
     aten.relu.default: (1, "tl.where({0} <= 0.0, 0.0, {0})"),  # NaN stays NaN.
-    aten.sigmoid.default: (1, "tl.sigmoid({0})"),
     aten.sub.Scalar: (2, "{0} - {1}"),
     aten.sub.Tensor: (2, "{0} - {1}"),
     aten.tanh.default: (1, "tanh({0})"),
@@ -45,6 +44,8 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
 }
 #: Powers by their exponent: products, as Inductor computes them.
 POWERS: dict[float, str] = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}"}
+#: Stands for an expression of several operations.
+_SIGMOID = "sigmoid"
 #: Arguments that change nothing where they have these values.
 _NEUTRAL = {"alpha": 1, "rounding_mode": None}
 #: Views that may keep rows and columns: the shapes tell.
@@ -153,7 +154,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether values may be computed through this node."""
     known = node.target in OPERATIONS or node.target in VIEWS or node.target in SPLITS
-    known = known or node.target in (CONVERT, aten.pow.Tensor_Scalar)
+    known = known or node.target in (CONVERT, aten.pow.Tensor_Scalar, aten.sigmoid.default)
     return node.op == "call_function" and (known or _is_split_piece(node))
 
 
@@ -212,7 +213,7 @@ class Reader:
             return operands[0]
         if all(isinstance(operand, float) for operand in operands):
             return None
-        if node.target is aten.sigmoid.default:
+        if text == _SIGMOID:
             return self._sigmoid(operands[0])
         return self._make(node.target._opname, text, *operands)  # type: ignore[union-attr]
 
@@ -222,8 +223,11 @@ class Reader:
 
     def _sigmoid(self, x: Value) -> Operation:
         """As it stands in what silu is decomposed to, which then has it in common with its gradient."""
-        exponential = self._make("exp", OPERATIONS[aten.exp.default][1], self._make("neg", "-{0}", x))
-        return self._make("reciprocal", "1.0 / {0}", self._make("add", "{0} + {1}", exponential, 1.0))
+        exponential = self._apply(aten.exp.default, self._apply(aten.neg.default, x))
+        return self._apply(aten.reciprocal.default, self._apply(aten.add.Tensor, exponential, 1.0))
+
+    def _apply(self, operator: Any, *operands: Value) -> Operation:
+        return self._make(operator._opname, OPERATIONS[operator][1], *operands)
 
     def _operand(
         self, argument: Any, dtypes: AbstractSet[torch.dtype], offset: int, shape: tuple[int, ...], depth: int
@@ -308,6 +312,8 @@ def _expression(node: fx.Node) -> tuple[str, Sequence[Any]]:
     if node.target is aten.pow.Tensor_Scalar:
         exponent: Any = node.args[1]
         return (POWERS.get(exponent, "") if isinstance(exponent, int | float) else ""), node.args[:1]
+    if node.target is aten.sigmoid.default:
+        return _SIGMOID, node.args
     count, text = OPERATIONS.get(node.target, (0, ""))
     plain = all(name in _NEUTRAL and value == _NEUTRAL[name] for name, value in node.kwargs.items())
     return (text if plain and len(node.args) == count else ""), node.args

@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_fp8.kernels import folded_source
-from lightning_fp8.kernels.folded_source import Piece
+from lightning_fp8.kernels.folded_source import OF_THE_MATRIX, Piece
 from lightning_fp8.kernels.folded_values import (
     Leaf,
     Reader,
@@ -103,7 +103,6 @@ class KernelOfCast:
     def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
         from lightning_fp8.kernels import triton_data, triton_stored
-        from lightning_fp8.kernels.triton_cast import tile_of
 
         kernel = getattr(kernel_of(node), "fn", None)
         if kernel not in (
@@ -118,12 +117,7 @@ class KernelOfCast:
         shape = shape_of(arguments["x"])
         if shape is None or any(isinstance(a, fx.Node) and shape_of(a) is None for a in arguments.values()):
             return None
-        if kernel is triton_data.amax_partials:
-            # What is in memory it takes as rows of another length.
-            (rows, columns), tile = shape, tile_of(shape[1])
-            even = rows % tile.rows == 0 and columns % tile.columns == 0
-            own = {"rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns, "EVEN": even}
-            arguments = {**arguments, **own}
+        arguments = on_values(kernel, arguments, shape)
         return KernelOfCast(node, arguments) if arguments["EVEN"] else None
 
     def look(self, inside: AbstractSet[fx.Node]) -> None:
@@ -166,10 +160,22 @@ class KernelOfCast:
         kernel = kernel_of(self.node).fn
         source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel)
         arguments = {f"x{index}": read for index, read in enumerate(source.inputs)}
-        arguments |= {name: value for name, value in self.arguments.items() if name not in ("x", "stride")}
+        arguments |= {name: value for name, value in self.arguments.items() if name not in OF_THE_MATRIX}
         # Where programs go through tiles until there are no more, they remain as many: each has its word to write.
         share = 1 if kernel is amax_partials else source.pieces
         relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments, share)
+
+
+def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    """A kernel's arguments where the matrix, of this shape, is computed: memory may be taken as rows of any length."""
+    from lightning_fp8.kernels.triton_cast import is_even, tile_of
+    from lightning_fp8.kernels.triton_data import amax_partials
+
+    if kernel is not amax_partials:
+        return dict(arguments)
+    (rows, columns), tile = shape, tile_of(shape[1])
+    even = is_even(rows, columns, tile)
+    return {**arguments, "rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns, "EVEN": even}
 
 
 def leading_to(graph: fx.Graph, casts: Sequence[KernelOfCast]) -> set[fx.Node]:

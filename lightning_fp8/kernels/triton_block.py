@@ -57,18 +57,18 @@ def _maximum(a, b):
 
 
 @triton.jit
-def _largest_of_halves(bits, PARTS: tl.constexpr, N: tl.constexpr):
-    """``[32, PARTS, N]``: the larger of the values that lie ``N / 2`` apart."""
-    one, other = tl.split(tl.permute(tl.reshape(bits, (32, PARTS, 2, N // 2)), (0, 1, 3, 2)))
+def _largest_of_halves(bits, N: tl.constexpr):
+    """``[32, _PARTS, N]``: the larger of the values that lie ``N / 2`` apart."""
+    one, other = tl.split(tl.permute(tl.reshape(bits, (32, _PARTS, 2, N // 2)), (0, 1, 3, 2)))
     return tl.maximum(one, other)
 
 
 @triton.jit
-def _row_parts(bits, PARTS: tl.constexpr):
-    """``[32, 128]``: the largest of each of the ``PARTS`` equal parts of a row, ``[32, PARTS]``."""
-    N: tl.constexpr = 128 // PARTS
-    bits = _largest_of_halves(tl.reshape(bits, (32, PARTS, N)), PARTS, N)
-    bits = _largest_of_halves(bits, PARTS, N // 2)
+def _row_parts(bits):
+    """``[32, 128]``: the largest of each of the equal parts of a row, ``[32, _PARTS]``."""
+    N: tl.constexpr = 128 // _PARTS
+    bits = _largest_of_halves(tl.reshape(bits, (32, _PARTS, N)), N)
+    bits = _largest_of_halves(bits, N // 2)
     return tl.reduce(bits, 2, _maximum)
 
 
@@ -84,16 +84,15 @@ def _amaxes_of_parts(parts, index, N: tl.constexpr):
 
 
 @triton.jit
-def _row_amaxes(a, b, c, d, PARTS: tl.constexpr):
+def _row_amaxes(a, b, c, d):
     """Of the 128 rows, from the bits of magnitudes."""
-    ac = tl.join(_row_parts(a, PARTS), _row_parts(c, PARTS))
-    bd = tl.join(_row_parts(b, PARTS), _row_parts(d, PARTS))
-    n = tl.arange(0, 128 * PARTS)
+    N: tl.constexpr = 128 * _PARTS
+    ac = tl.join(_row_parts(a), _row_parts(c))
+    bd = tl.join(_row_parts(b), _row_parts(d))
+    n = tl.arange(0, N)
     row = n // 2 % 128
     part = n // 256 * 2 + n % 2
-    return _amaxes_of_parts(
-        tl.reshape(tl.join(ac, bd), (128 * PARTS,)), row // 4 * (4 * PARTS) + part * 4 + row % 4, 128 * PARTS
-    )
+    return _amaxes_of_parts(tl.reshape(tl.join(ac, bd), (N,)), row // 4 * (4 * _PARTS) + part * 4 + row % 4, N)
 
 
 @triton.jit
@@ -184,7 +183,7 @@ def cast_blocks_128(
     scales = 1.0, 1.0, 1.0, 1.0
     scale_t = 1.0
     if STRAIGHT == _VECTOR:
-        amaxes = _value_of(_row_amaxes(bits_a, bits_b, bits_c, bits_d, _PARTS), DTYPE)
+        amaxes = _value_of(_row_amaxes(bits_a, bits_b, bits_c, bits_d), DTYPE)
         by_row = compute_scale(amaxes, RULE)
         tl.store(decode + column_tile.to(tl.int64) * padded + row + i, reciprocal(by_row))
         scales = _deal_rows(_shared(by_row))

@@ -56,8 +56,8 @@ AMAX_PROGRAMS = 1024
 #: The longest row that one program holds in registers, and the values it holds at least.
 MAX_ROW, MIN_ROW_TILE = 32768, 4096
 
-_SCALAR_MODES = {None: 0, "tensorwise": triton_data.TENSOR, "rowwise": triton_data.ROWS}
-_BLOCK_MODES = {None: 0, "1x128": triton_block.VECTOR, "128x128": triton_block.SQUARE}
+_SCALAR_MODES = {None: triton_data.ABSENT, "tensorwise": triton_data.TENSOR, "rowwise": triton_data.ROWS}
+_BLOCK_MODES = {None: triton_block.ABSENT, "1x128": triton_block.VECTOR, "128x128": triton_block.SQUARE}
 
 
 def cast(
@@ -121,7 +121,7 @@ def cast_stored(
         (rows, columns, x.stride(0), padded, tile.group),
         (
             straight is not None, _rule(straight), transposed is not None, _rule(transposed),
-            tile.rows, tile.columns, _even(rows, columns, tile),
+            tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip
@@ -139,10 +139,10 @@ def cast_from_data(
 ) -> Operands:
     """Tensorwise and rowwise with scales from the data: a pass for the amaxes, then one for the codes."""
     rows, columns = x.shape
-    tile = tile or tile_of(columns)
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     if straight and transposed is None and modes[0] == triton_data.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
+    tile = tile or tile_of(columns)
     out = _empty_operands(x, padded, straight, transposed)
     if triton_data.ROWS in modes:
         amaxes, count, most = vector_amaxes(x, padded, modes, slot, launch=launch), 1, 1
@@ -168,7 +168,7 @@ def cast_from_data(
         (rows, columns, x.stride(0), padded, tile.group, count),
         (
             modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None,
-            most, tile.rows, tile.columns, _even(rows, columns, tile),
+            most, tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
         programs,
         (x, partials),
         (rows, columns, stride),
-        (tile.rows, tile.columns, _even(rows, columns, tile)),
+        (tile.rows, tile.columns, is_even(rows, columns, tile)),
         tile.warps,
     )
     return partials
@@ -214,7 +214,7 @@ def vector_amaxes(
         (rows, columns, x.stride(0), padded, turns),
         (
             modes[0] == triton_data.ROWS, modes[1] == triton_data.ROWS, triton_data.TENSOR in modes,
-            slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
+            slot is not None, tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip
@@ -259,7 +259,7 @@ def cast_blocks_128(
         (x, *_pointers(out, straight, transposed), slot),
         (rows, columns, x.stride(0), padded),
         (
-            modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, _even(rows, columns, tile),
+            modes[0], _rule(straight), modes[1], _rule(transposed), slot is not None, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip
@@ -285,7 +285,7 @@ def cast_blocks_32(
         (rows, columns, x.stride(0), padded),
         (
             straight is not None, _rule(straight)[0], transposed is not None, _rule(transposed)[0],
-            slot is not None, tile.rows, tile.columns, _even(rows, columns, tile),
+            slot is not None, tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip
@@ -308,7 +308,7 @@ def _tiles(rows: int, columns: int, tile: Tile) -> int:
     return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
-def _even(rows: int, columns: int, tile: Tile) -> bool:
+def is_even(rows: int, columns: int, tile: Tile) -> bool:
     """Whether every tile lies inside the matrix; it then has no padding either."""
     # bool: it is a constant of the kernel, also where a traced graph has symbols for sizes.
     return bool(rows % tile.rows == 0 and columns % tile.columns == 0)

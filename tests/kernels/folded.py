@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_data, triton_stored
-from lightning_fp8.kernels.folding import KernelOfCast, leading_to
+from lightning_fp8.kernels.folding import KernelOfCast, leading_to, on_values
 from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.triton_stored import LATER
 from lightning_fp8.recipes import Cast
@@ -88,14 +88,11 @@ class Folded:
             return
         source = self.write(kernel)
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
-        if kernel is triton_data.amax_partials:
-            rows, columns = self.x.shape
-            tile = triton_cast.tile_of(columns)
-            arguments |= {"rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns}
-        else:
+        arguments = on_values(kernel, arguments, self.x.shape)
+        if kernel is not triton_data.amax_partials:
             programs //= source.pieces
         assert arguments["EVEN"]
-        others = {name: value for name, value in arguments.items() if name not in ("x", "stride")}
+        others = {name: value for name, value in arguments.items() if name not in folded_source.OF_THE_MATRIX}
         getattr(folded_source.load(source.text), source.name)[(programs,)](*self.memory, **others)
 
 
