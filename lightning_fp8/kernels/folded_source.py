@@ -22,7 +22,7 @@ _HEAD = '''"""A cast and what computes its values; written by lightning_fp8.kern
 import triton
 import triton.language as tl
 
-from lightning_fp8.kernels.triton_common import as_they_are, quarter_of, row_numbers, tanh
+from lightning_fp8.kernels.triton_common import as_they_are, quarter_of, reciprocal_from_one_on, row_numbers, tanh
 from {module} import {kernel}_tile
 '''
 
@@ -44,7 +44,7 @@ _LOAD = """
 def computed_tile(inputs, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
     Q: tl.constexpr = R // 4
 {lines}
-    return a[0], b[0], c[0], d[0]
+    return a[0].to({dtype}), b[0].to({dtype}), c[0].to({dtype}), d[0].to({dtype})
 """
 
 _KERNEL = """
@@ -52,7 +52,7 @@ _KERNEL = """
 @triton.jit
 def {name}({parameters}):
     {kernel}_tile(
-        {functions}, ({inputs},), {arguments},
+        {functions}, {dtype}, ({inputs},), {arguments},
         {pieces}, R, C, EVEN,
     )
 """
@@ -105,11 +105,11 @@ def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
     text = _HEAD.format(kernel=base, module=kernel.fn.__module__)
     at_once = len(pieces) == 1 or _share(pieces)
     if at_once:
-        text += _values("computed", values, inputs, dtype)
+        text += _values("computed", values, inputs)
     else:
         for index, value in enumerate(values):
-            text += _values(f"computed_{index}", [value], inputs, dtype)
-        text += _LOAD.format(lines=_tile([piece.columns for piece in pieces]))
+            text += _values(f"computed_{index}", [value], inputs)
+        text += _LOAD.format(lines=_tile([piece.columns for piece in pieces]), dtype=_triton(dtype))
     names = [f"x{index}" for index in range(len(inputs))]
     others = [argument for argument in kernel.arg_names if argument not in OF_THE_MATRIX]
     count = len(pieces) if at_once else 1
@@ -118,6 +118,7 @@ def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
         name=name,
         parameters=", ".join(f"{n}: tl.constexpr" if n.isupper() else n for n in (*names, *others)),
         functions="as_they_are, computed" if at_once else "computed_tile, quarter_of",
+        dtype=_triton(dtype),
         inputs=", ".join(names),
         arguments=", ".join(argument for argument in others if argument not in _OF_THE_TILE),
         pieces=count,
@@ -138,7 +139,11 @@ def _share(pieces: Sequence[Piece]) -> bool:
     return len(pieces) == 2 and pieces[0].columns == pieces[1].columns and bool(set.intersection(*read))
 
 
-def _values(name: str, values: Sequence[Value], inputs: tuple[fx.Node, ...], dtype: torch.dtype) -> str:
+def _triton(dtype: torch.dtype) -> str:
+    return f"tl.{str(dtype).removeprefix('torch.')}"
+
+
+def _values(name: str, values: Sequence[Value], inputs: tuple[fx.Node, ...]) -> str:
     """The function that computes every fourth row of a tile of each of ``values``."""
     parts = in_order(values)
     reciprocals = {p.operands[0]: p for p in parts if isinstance(p, Operation) and p.name == "reciprocal"}
@@ -156,7 +161,7 @@ def _values(name: str, values: Sequence[Value], inputs: tuple[fx.Node, ...], dty
                 text = f"{operands[0]} * {names[reciprocal]}"
         lines.append(f"    {names[part]} = {text}")
     # What has no matrix is read from memory: these are no numbers.
-    results = "".join(f"{names[value]}.to(tl.{str(dtype)[6:]}), " for value in values if not isinstance(value, float))
+    results = "".join(f"{names[value]}, " for value in values if not isinstance(value, float))
     return _VALUES.format(name=name, lines="\n".join(lines), results=f"({results.strip()})")
 
 

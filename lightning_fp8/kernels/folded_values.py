@@ -27,7 +27,8 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
     aten.div.Scalar: (2, "{0} / {1}"),
     aten.div.Tensor: (2, "{0} / {1}"),
     aten.erf.default: (1, "tl.erf({0})"),
-    aten.exp.default: (1, "tl.exp({0})"),
+    # Log2(e) times, as tl.exp does; but what would be a denormal number becomes zero, without a look at each number.
+    aten.exp.default: (1, "tl.exp2({0} * 1.4426950408889634)"),
     aten.ge.Scalar: (2, "{0} >= {1}"),
     aten.gt.Scalar: (2, "{0} > {1}"),
     aten.le.Scalar: (2, "{0} <= {1}"),
@@ -44,6 +45,9 @@ OPERATIONS: dict[Any, tuple[int, str]] = {
 }
 #: Powers by their exponent: products, as Inductor computes them.
 POWERS: dict[float, str] = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}"}
+#: Quotients: where the divisor is known to be no less than 1, they are done without what else a divisor would need.
+_DIVISIONS = (aten.div.Scalar, aten.div.Tensor)
+_RECIPROCAL_FROM_ONE_ON = "reciprocal_from_one_on({0})"
 #: Stands for an expression of several operations.
 _SIGMOID = "sigmoid"
 #: Arguments that change nothing where they have these values.
@@ -215,6 +219,10 @@ class Reader:
             return None
         if text == _SIGMOID:
             return self._sigmoid(operands[0])
+        if node.target is aten.reciprocal.default:
+            return self._reciprocal(operands[0])
+        if node.target in _DIVISIONS and _is_one_or_more(operands[1]):
+            return self._apply(aten.mul.Tensor, operands[0], self._reciprocal(operands[1]))
         return self._make(node.target._opname, text, *operands)  # type: ignore[union-attr]
 
     def _make(self, name: str, text: str, *operands: Value) -> Operation:
@@ -224,7 +232,12 @@ class Reader:
     def _sigmoid(self, x: Value) -> Operation:
         """As it stands in what silu is decomposed to, which then has it in common with its gradient."""
         exponential = self._apply(aten.exp.default, self._apply(aten.neg.default, x))
-        return self._apply(aten.reciprocal.default, self._apply(aten.add.Tensor, exponential, 1.0))
+        return self._reciprocal(self._apply(aten.add.Tensor, exponential, 1.0))
+
+    def _reciprocal(self, x: Value) -> Operation:
+        if _is_one_or_more(x):
+            return self._make(aten.reciprocal.default._opname, _RECIPROCAL_FROM_ONE_ON, x)
+        return self._apply(aten.reciprocal.default, x)
 
     def _apply(self, operator: Any, *operands: Value) -> Operation:
         return self._make(operator._opname, OPERATIONS[operator][1], *operands)
@@ -254,6 +267,14 @@ class Reader:
             rows *= size
         column_stride = strides[-1] if shape[-1] > 1 else 0
         return Leaf(node, row_stride, column_stride, offset) if column_stride in (0, 1) else None
+
+
+def _is_one_or_more(value: Value) -> bool:
+    """Whether this is an exponential plus 1 or more, as in a sigmoid, or no number."""
+    if not isinstance(value, Operation) or value.name != "add":
+        return False
+    exponentials = [isinstance(part, Operation) and part.name == "exp" for part in value.operands]
+    return any(exponentials) and any(isinstance(part, float) and part >= 1 for part in value.operands)
 
 
 def broadcasts(own: Sequence[int], shape: Sequence[int]) -> bool:

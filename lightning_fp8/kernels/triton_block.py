@@ -262,6 +262,6 @@ def cast_blocks_32(
         tl.store(pointers, decode_scale, mask=(block < padded // 32)[:, None] & (k < columns)[None, :])
         scale_t = tl.reshape(tl.broadcast_to(reciprocal(decode_scale)[:, None, :], (R // 32, 8, C)), (R // 4, C))
     cast_tile(
-        quarter_of, (a, b, c, d), codes, codes_t, (scale_a, scale_b, scale_c, scale_d), (scale_t,),
+        quarter_of, x.dtype.element_ty, (a, b, c, d), codes, codes_t, (scale_a, scale_b, scale_c, scale_d), (scale_t,),
         row, column, padded, columns, STRAIGHT, TRANSPOSED, 1, R, C, EVEN,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from lightning_fp8.kernels.triton_common import (
     magnitudes,
     quarter_of,
     reciprocal,
+    rounded_bits,
     row_numbers,
     times,
 )
@@ -43,17 +44,20 @@ _HEAD = tl.constexpr(SCRATCH_HEAD)
 @triton.jit(do_not_specialize=["rows"])
 def amax_partials(x, partials, rows, columns, stride, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
     """The amax's bits of every ``num_programs``-th tile, one word a program."""
-    amax_partials_tile(load_matrix, quarter_of, (x, stride), partials, rows, columns, 1, R, C, EVEN)
+    amax_partials_tile(load_matrix, quarter_of, tl.float32, (x, stride), partials, rows, columns, 1, R, C, EVEN)
 
 
 @triton.jit
 def amax_partials_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, partials, rows, columns,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, partials, rows, columns,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a program of ``amax_partials`` does, as ``triton_stored.cast_stored_tile`` for its kernel."""
+    """What a program of ``amax_partials`` does, as ``triton_stored.cast_stored_tile`` for its kernel.
+
+    Amaxes are rounded to ``DTYPE``: fp32 for values that are rounded as they are.
+    """
     amax = amax_of_tiles(
-        LOAD, VALUES, inputs, tl.program_id(0), tl.num_programs(0), rows, columns, PIECES, R, C, EVEN
+        LOAD, VALUES, DTYPE, inputs, tl.program_id(0), tl.num_programs(0), rows, columns, PIECES, R, C, EVEN
     )  # fmt: skip
     tl.store(partials + tl.program_id(0), bits_of(amax))
 
@@ -69,14 +73,14 @@ def amax_rows_and_columns(
     ``scratch`` holds bits, zero at first: the tensor's amax, three unused words, ``padded`` rows, ``columns`` columns.
     """
     amax_rows_and_columns_tile(
-        load_matrix, quarter_of, (x, stride), scratch, slot, rows, columns, padded, turns,
+        load_matrix, quarter_of, tl.float32, (x, stride), scratch, slot, rows, columns, padded, turns,
         ROW, COLUMN, TOTAL, NOTE, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def amax_rows_and_columns_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, scratch, slot, rows, columns, padded, turns,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, scratch, slot, rows, columns, padded, turns,
     ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -98,12 +102,12 @@ def amax_rows_and_columns_tile(
             by_column = _larger_each(by_column, values, PIECES)
             if ROW:
                 r = row_numbers(row, J, Q)
-                amaxes = tl.max(bits_of(magnitudes(values, PIECES)), axis=1)
+                amaxes = rounded_bits(tl.max(bits_of(magnitudes(values, PIECES)), axis=1), DTYPE)
                 tl.atomic_max(scratch + _HEAD + r, amaxes, mask=r < rows, sem="relaxed")
         row_tile += 1
     amax = 0
     for piece in tl.static_range(PIECES):
-        amaxes = tl.max(bits_of(by_column[piece]), axis=0)
+        amaxes = rounded_bits(tl.max(bits_of(by_column[piece]), axis=0), DTYPE)
         if COLUMN:
             k = column + piece * (columns // PIECES) + tl.arange(0, C)
             tl.atomic_max(scratch + _HEAD + padded + k, amaxes, mask=k < columns, sem="relaxed")
@@ -182,15 +186,15 @@ def cast_from_amaxes(
     ``row_and_column_scales`` puts them.
     """
     cast_from_amaxes_tile(
-        load_matrix, quarter_of, (x, stride), codes, codes_t, decode, decode_t, slot, amaxes,
+        load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes, codes_t, decode, decode_t, slot, amaxes,
         rows, columns, padded, group, count, STRAIGHT, RULE, TRANSPOSED, RULE_T, NOTE, COUNT, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_from_amaxes_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot, amaxes,
-    rows, columns, padded, group, count,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot,
+    amaxes, rows, columns, padded, group, count,
     STRAIGHT: tl.constexpr, RULE: tl.constexpr,
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     NOTE: tl.constexpr, COUNT: tl.constexpr,
@@ -225,7 +229,7 @@ def cast_from_amaxes_tile(
     if TRANSPOSED == _ROWS:
         scales_t = _column_scales(amaxes + _HEAD + padded, column, columns, PIECES, C)
     cast_tile(
-        VALUES, loaded, codes, codes_t, scales, scales_t, row, column, padded, columns,
+        VALUES, DTYPE, loaded, codes, codes_t, scales, scales_t, row, column, padded, columns,
         STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
     )  # fmt: skip
 

@@ -43,14 +43,15 @@ def cast_stored(
 ):  # fmt: skip
     """Tensorwise scales from the slot; one program a tile. ``TRANSPOSED`` may be ``LATER``."""
     cast_stored_tile(
-        load_matrix, quarter_of, (x, stride), codes, codes_t, decode, decode_t, slot, rows, columns, padded, group,
-        STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
+        load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes, codes_t, decode, decode_t, slot,
+        rows, columns, padded, group, STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def _cast_all_tiles(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, scale, scale_t,
+    rows, columns, padded,
     STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -61,15 +62,15 @@ def _cast_all_tiles(
         row, column = first_in_order(tile, columns, PIECES, R, C)
         loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
         cast_tile(
-            VALUES, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES), row, column, padded, columns,
-            STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
+            VALUES, DTYPE, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES),
+            row, column, padded, columns, STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
         )  # fmt: skip
         tile += 1
 
 
 @triton.jit
 def cast_stored_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot,
     rows, columns, padded, group,
     STRAIGHT: tl.constexpr, RULE: tl.constexpr,
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
@@ -102,7 +103,7 @@ def cast_stored_tile(
         unset_t = scale_t < MIN_SCALE
         scale_t = tl.where(unset_t, 1.0, scale_t)
     largest = cast_tile(
-        VALUES, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES), row, column, padded, columns,
+        VALUES, DTYPE, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES), row, column, padded, columns,
         STRAIGHT, CODES_T, PIECES, R, C, EVEN,
     )  # fmt: skip
     tl.atomic_max(as_bits(slot), amax_bits(largest), sem="relaxed")
@@ -119,7 +120,7 @@ def cast_stored_tile(
         if tl.atomic_add(counter, 1) == tiles - 1:
             # Half of the values at once, lest this take registers from the way that all other calls go.
             NARROW: tl.constexpr = C // (2 * PIECES)
-            amax = amax_of_tiles(LOAD, VALUES, inputs, 0, 1, rows, columns, PIECES, R, NARROW, EVEN)
+            amax = amax_of_tiles(LOAD, VALUES, DTYPE, inputs, 0, 1, rows, columns, PIECES, R, NARROW, EVEN)
             telling = (amax > 0.0) & (amax <= LARGEST)
             if telling:
                 if STRAIGHT:
@@ -127,7 +128,7 @@ def cast_stored_tile(
                 if TRANSPOSED:
                     scale_t = apart(tl.where(unset_t, compute_scale(amax, RULE_T), scale_t), padded)
                 _cast_all_tiles(
-                    LOAD, VALUES, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
+                    LOAD, VALUES, DTYPE, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
                     STRAIGHT, CODES_T, PIECES, R, NARROW, EVEN,
                 )  # fmt: skip
             if STRAIGHT:
@@ -154,13 +155,15 @@ def cast_later(
 ):  # fmt: skip
     """The transposed operand that ``cast_stored`` has left for ``LATER``, with the scale that it has ``kept``."""
     cast_later_tile(
-        load_matrix, quarter_of, (x, stride), codes_t, decode_t, kept, rows, columns, padded, group, 1, R, C, EVEN
+        load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes_t, decode_t, kept,
+        rows, columns, padded, group, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_later_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, inputs, codes_t, decode_t, kept, rows, columns, padded, group,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes_t, decode_t, kept,
+    rows, columns, padded, group,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """What a program of ``cast_later`` does, as ``cast_stored_tile`` for ``cast_stored``."""
@@ -168,7 +171,7 @@ def cast_later_tile(
     loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
     scale = tl.load(kept)
     cast_tile(
-        VALUES, loaded, None, codes_t, times(1.0, 4), times(scale, PIECES), row, column, padded, columns,
+        VALUES, DTYPE, loaded, None, codes_t, times(1.0, 4), times(scale, PIECES), row, column, padded, columns,
         False, True, PIECES, R, C, EVEN,
     )  # fmt: skip
     if tl.program_id(0) == 0:

@@ -26,7 +26,7 @@ def swiglu_gradient(gate_up: Tensor, gradient: Tensor) -> Tensor:
 
 
 def quotient_and_reciprocal(gate: Tensor, gradient: Tensor) -> Tensor:
-    divisor = 1 + torch.exp(-gate.float())
+    divisor = 0.5 + torch.exp(-gate.float())
     halves = [gradient * (gate / divisor), gradient * divisor.reciprocal()]
     return torch.cat([half.to(gate.dtype) for half in halves], -1)
 
@@ -44,6 +44,7 @@ CASES: dict[str, Case] = {
     "swiglu": (swiglu, [(ROWS, 2 * COLUMNS)]),
     "swiglu gradient": (swiglu_gradient, [(2, ROWS // 2, 2 * COLUMNS), (2, ROWS // 2, COLUMNS)]),
     "quotient and reciprocal": (quotient_and_reciprocal, [(ROWS, COLUMNS)] * 2),
+    "sigmoid far out": (lambda x: torch.sigmoid(x * 60), [(ROWS, COLUMNS)]),
     "gelu": (F.gelu, [(ROWS, COLUMNS)]),
     "gelu of few columns": (F.gelu, [(ROWS, 192)]),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), [(ROWS, COLUMNS)]),
