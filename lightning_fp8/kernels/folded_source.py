@@ -1,6 +1,7 @@
 """Triton kernels that compute the values they cast: their source, written for each expression.
 
-A kernel of this kind is one of ``triton_stored`` or ``triton_data`` with functions of its own for the values of a tile.
+A kernel of this kind is one of ``triton_stored``, ``triton_data`` or ``triton_block``, with functions of its own for
+the values of a tile.
 Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does within a
 kernel.
 """
@@ -53,13 +54,13 @@ _KERNEL = """
 def {name}({parameters}):
     {kernel}_tile(
         {functions}, {dtype}, ({inputs},), {arguments},
-        {pieces}, R, C, EVEN,
+        {pieces}, {tile},
     )
 """
 
 #: Arguments of a kernel that only the matrix has which it reads from memory.
 OF_THE_MATRIX = ("x", "stride")
-#: Constants that all kernels have last.
+#: Constants that kernels have last.
 _OF_THE_TILE = ("R", "C", "EVEN")
 
 
@@ -122,6 +123,7 @@ def write(pieces: Sequence[Piece], dtype: torch.dtype, kernel: Any) -> Source:
         inputs=", ".join(names),
         arguments=", ".join(argument for argument in others if argument not in _OF_THE_TILE),
         pieces=count,
+        tile=", ".join(argument for argument in others if argument in _OF_THE_TILE),
     )
     return Source(name, text, inputs, count)
 

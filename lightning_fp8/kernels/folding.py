@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_fp8.kernels import folded_source
-from lightning_fp8.kernels.folded_source import OF_THE_MATRIX, Piece
+from lightning_fp8.kernels.folded_source import OF_THE_MATRIX, Piece, Source
 from lightning_fp8.kernels.folded_values import (
     Leaf,
     Reader,
@@ -34,6 +34,9 @@ from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
 
+#: Columns of a tile of 128-blocks.
+BLOCK = 128
+
 #: What decides on graphs that casts are folded in, and on their kernels.
 FILES = (
     "folding.py",
@@ -41,6 +44,7 @@ FILES = (
     "folded_values.py",
     "launch.py",
     "launch_nodes.py",
+    "triton_block.py",
     "triton_cast.py",
     "triton_common.py",
     "triton_data.py",
@@ -90,6 +94,7 @@ class KernelOfCast:
         x: the matrix it reads.
         root: what the matrix is but for views.
         pieces: what it can compute, side by side; empty for nothing.
+        holds_tile: whether its programs have a whole tile in registers, as those for 128-blocks, of one size.
     """
 
     def __init__(self, node: fx.Node, arguments: Mapping[str, Any]) -> None:
@@ -98,11 +103,12 @@ class KernelOfCast:
         self.x: fx.Node = arguments["x"]
         self.root = self.x
         self.pieces: list[Piece] = []
+        self.holds_tile = "C" not in arguments
 
     @staticmethod
     def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
-        from lightning_fp8.kernels import triton_data, triton_stored
+        from lightning_fp8.kernels import triton_block, triton_data, triton_stored
 
         kernel = getattr(kernel_of(node), "fn", None)
         if kernel not in (
@@ -111,6 +117,7 @@ class KernelOfCast:
             triton_data.amax_partials,
             triton_data.amax_rows_and_columns,
             triton_data.cast_from_amaxes,
+            triton_block.cast_blocks_128,
         ):
             return None
         arguments = arguments_of(node)
@@ -131,10 +138,11 @@ class KernelOfCast:
         if self.root not in inside:
             return
         reader = Reader(inside, self.x.meta["val"].device)
+        columns = BLOCK if self.holds_tile else self.arguments["C"]
         pieces = []
         for part in _side_by_side(self.root):
             shape, value = shape_of(part), reader.value(part)
-            if value is None or shape is None or shape[-1] % self.arguments["C"] or not matrices([value]):
+            if value is None or shape is None or shape[-1] % columns or not matrices([value]):
                 return
             pieces.append(Piece(value, shape[-1]))
         self.pieces = pieces
@@ -146,6 +154,11 @@ class KernelOfCast:
         x = self.x.meta["val"]
         if not read or (values == read[:1] and read[0].node.meta["val"].dtype == x.dtype):
             return False
+        if self.holds_tile and len(values) == 1:
+            # With arithmetic besides, so few programs fit on a multiprocessor that they take as long as two kernels at
+            # the speed of memory (H200, silu times a matrix: 0.62 ms for 0.60). Inductor's kernels for matrices side by
+            # side are slower than that (gradient of gate and up: 1.09 ms for 1.62).
+            return False
         if len(matrices(values)) > MOST_MATRICES or any(_is_changed(leaf.node, self.node) for leaf in read):
             return False
         # Where several casts have the same input, each reads all that it is computed from.
@@ -155,15 +168,32 @@ class KernelOfCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        from lightning_fp8.kernels.triton_data import amax_partials
+        launched = kernel_of(self.node)
+        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, launched.fn)
+        arguments, share, warps = launch_of(launched.fn, self.arguments, source, launched.configs[0].num_warps)
+        kernel = getattr(folded_source.load(source.text), source.name)
+        relaunch(
+            self.node, kernel, {**{f"x{i}": read for i, read in enumerate(source.inputs)}, **arguments}, share, warps
+        )
 
-        kernel = kernel_of(self.node).fn
-        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, kernel)
-        arguments = {f"x{index}": read for index, read in enumerate(source.inputs)}
-        arguments |= {name: value for name, value in self.arguments.items() if name not in OF_THE_MATRIX}
-        # Where programs go through tiles until there are no more, they remain as many: each has its word to write.
-        share = 1 if kernel is amax_partials else source.pieces
-        relaunch(self.node, getattr(folded_source.load(source.text), source.name), arguments, share)
+
+def launch_of(kernel: Any, arguments: Mapping[str, Any], source: Source, warps: int) -> tuple[dict[str, Any], int, int]:
+    """How to launch ``source`` in the place of ``kernel``.
+
+    Returns:
+        Its arguments but for the memory it reads, how many programs of before one of it stands for, and its warps.
+    """
+    from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE
+    from lightning_fp8.kernels.triton_data import amax_partials
+
+    named = {name: value for name, value in arguments.items() if name not in OF_THE_MATRIX}
+    share = source.pieces
+    if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
+        # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
+        share = share * NARROW_CAST_TILE.columns // named["C"]
+        named["C"], warps = NARROW_CAST_TILE.columns, NARROW_CAST_TILE.warps
+    # Where programs go through tiles until there are no more, they remain as many: each has its word to write.
+    return named, 1 if kernel is amax_partials else share, warps
 
 
 def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:

@@ -26,11 +26,21 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
 
 
-def relaunch(node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: int = 1) -> None:
-    """Let ``node`` launch ``kernel`` with ``arguments``: as many warps as before, and one program for ``share`` before.
+def relaunch(
+    node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: int = 1, warps: int | None = None
+) -> None:
+    """Let ``node`` launch ``kernel`` with ``arguments``.
 
     What the kernel writes must have the names of what the node's kernel has written before, or of some of it.
+
+    Args:
+        node: launches a kernel.
+        kernel: what it shall launch.
+        arguments: the kernel's.
+        share: programs of before that one stands for.
+        warps: a program's; ``None`` for as many as before.
     """
+    warps = warps or kernel_of(node).configs[0].num_warps
     constants = {name: value for name, value in arguments.items() if value is None or isinstance(value, tuple)}
     others = {name: value for name, value in arguments.items() if name not in constants}
     grids: Any = node.kwargs["grid"]
@@ -38,7 +48,7 @@ def relaunch(node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: in
     written = [name for name in written if name in others]
     node.kwargs = {
         **node.kwargs,
-        "kernel_idx": kernel_side_table.add_kernel(with_warps(kernel, kernel_of(node).configs[0].num_warps)),
+        "kernel_idx": kernel_side_table.add_kernel(with_warps(kernel, warps)),
         "constant_args_idx": kernel_side_table.add_constant_args(constants),
         "grid": [(programs // share, *rest) for programs, *rest in grids] if share > 1 else grids,
         "kwargs": others,

@@ -18,6 +18,7 @@ from lightning_fp8.kernels.triton_common import (
     compute_e8m0_decode_scale,
     compute_scale,
     float_of,
+    load_matrix,
     load_tile,
     magnitude,
     magnitudes,
@@ -170,14 +171,55 @@ def cast_blocks_128(
 
     Decode scales: 1x128 with the blocks of one column next to each other, 128x128 row-major.
     """
-    column_tiles = columns // 128
+    cast_blocks_128_tile(
+        load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes, codes_t, decode, decode_t, slot,
+        rows, columns, padded, STRAIGHT, RULE, TRANSPOSED, RULE_T, NOTE, 1, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_blocks_128_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, decode, decode_t, slot,
+    rows, columns, padded,
+    STRAIGHT: tl.constexpr, RULE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
+    NOTE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a program of ``cast_blocks_128`` does, as ``triton_stored.cast_stored_tile`` for its kernel.
+
+    It casts a tile of each piece, one after the other: they are made from the same memory, most of which is still in
+    the cache then, and two tiles at once would take too many registers.
+    """
+    column_tiles = columns // (128 * PIECES)
     row_tile = tl.program_id(0) // column_tiles
-    column_tile = tl.program_id(0) % column_tiles
+    row = row_tile * 128
+    for piece in tl.static_range(PIECES):
+        column_tile = tl.program_id(0) % column_tiles
+        column = column_tile * 128
+        loaded = LOAD(inputs, row, column, rows, columns, 128, 128, EVEN)
+        a = VALUES(loaded, row, column, 0, 32, 128)[piece].to(DTYPE)
+        b = VALUES(loaded, row, column, 1, 32, 128)[piece].to(DTYPE)
+        c = VALUES(loaded, row, column, 2, 32, 128)[piece].to(DTYPE)
+        d = VALUES(loaded, row, column, 3, 32, 128)[piece].to(DTYPE)
+        _cast_blocks(
+            a, b, c, d, codes, codes_t, decode, decode_t, slot, row_tile, column_tile + piece * column_tiles,
+            columns, padded, STRAIGHT, RULE, TRANSPOSED, RULE_T, NOTE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _cast_blocks(
+    a, b, c, d, codes, codes_t, decode, decode_t, slot, row_tile, column_tile, columns, padded,
+    STRAIGHT: tl.constexpr, RULE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
+    NOTE: tl.constexpr,
+):  # fmt: skip
+    """Scales and codes of the tile whose every fourth rows are ``a``, ``b``, ``c`` and ``d``."""
     row = row_tile * 128
     column = column_tile * 128
+    column_tiles = columns // 128
     i = tl.arange(0, 128)
-    a, b, c, d = load_tile(x, stride, row, column, rows, columns, 128, 128, EVEN)
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    DTYPE: tl.constexpr = a.dtype
     bits_a, bits_b, bits_c, bits_d = _magnitude_bits(a), _magnitude_bits(b), _magnitude_bits(c), _magnitude_bits(d)
     largest = tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d))
     scales = 1.0, 1.0, 1.0, 1.0

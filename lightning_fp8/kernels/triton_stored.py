@@ -119,7 +119,7 @@ def cast_stored_tile(
         tiles = tl.cdiv(padded, R) * tl.cdiv(columns, C * PIECES)
         if tl.atomic_add(counter, 1) == tiles - 1:
             # Half of the values at once, lest this take registers from the way that all other calls go.
-            NARROW: tl.constexpr = C // (2 * PIECES)
+            NARROW: tl.constexpr = C // 2
             amax = amax_of_tiles(LOAD, VALUES, DTYPE, inputs, 0, 1, rows, columns, PIECES, R, NARROW, EVEN)
             telling = (amax > 0.0) & (amax <= LARGEST)
             if telling:

@@ -16,8 +16,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_data, triton_stored
-from lightning_fp8.kernels.folding import KernelOfCast, leading_to, on_values
+from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_stored
+from lightning_fp8.kernels.folding import KernelOfCast, launch_of, leading_to, on_values
 from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.triton_stored import LATER
 from lightning_fp8.recipes import Cast
@@ -91,12 +91,9 @@ class Folded:
             return
         source = self.write(kernel)
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
-        arguments = on_values(kernel, arguments, self.x.shape)
-        if kernel is not triton_data.amax_partials:
-            programs //= source.pieces
+        arguments, share, _ = launch_of(kernel, on_values(kernel, arguments, self.x.shape), source, warps)
         assert arguments["EVEN"]
-        others = {name: value for name, value in arguments.items() if name not in folded_source.OF_THE_MATRIX}
-        getattr(folded_source.load(source.text), source.name)[(programs,)](*self.memory, **others)
+        getattr(folded_source.load(source.text), source.name)[(programs // share,)](*self.memory, **arguments)
 
 
 def check(name: str, dtype: torch.dtype) -> None:
@@ -108,7 +105,9 @@ def check(name: str, dtype: torch.dtype) -> None:
     want = CASES[name][0](*(value.float() for value in inputs))
     rtol = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(folded.values.float(), want, rtol=rtol, atol=1e-2)
-    for granularity in ("tensorwise", "rowwise"):
+    # Blocks are only computed where matrices lie side by side.
+    blocks = ["1x128"] if len(folded.cast.pieces) > 1 else []
+    for granularity in ("tensorwise", "rowwise", *blocks):
         for stored in (True, False) if granularity == "tensorwise" else (False,):
             pair = Cast(E4M3, granularity), Cast(E5M2, granularity, margin=1.0)
             slots = [torch.tensor(UNSET) for _ in range(2)]

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
 from lightning_fp8.formats import E4M3
-from lightning_fp8.kernels.folding import FoldIntoCasts
+from lightning_fp8.kernels.folding import BLOCK, FoldIntoCasts
 from lightning_fp8.kernels.launch_nodes import arguments_of
 from lightning_fp8.kernels.triton_stored import LATER, cast_later
 from lightning_fp8.recipes import Cast
@@ -183,7 +183,8 @@ def _tiles_a_program(node: fx.Node) -> float:
     if "partials" in arguments:
         return 0
     ((programs, *_),) = node.kwargs["grid"]
-    return arguments["padded"] / arguments["R"] * arguments["columns"] / arguments["C"] / programs
+    tile = arguments.get("R", BLOCK) * arguments.get("C", BLOCK)
+    return arguments["padded"] * arguments["columns"] / tile / programs
 
 
 def _check(node: fx.Node, kernel: Any) -> None:
@@ -235,6 +236,7 @@ def main() -> None:
         "dynamic": (Inputs(gelu), ROWS, "delayed", True),
         "block, tensorwise": (block(), ROWS, "tensorwise"),
         "block, rowwise": (block(), ROWS, "rowwise"),
+        "block, blockwise": (block(), ROWS, "blockwise"),
     }
     with gpu():
         found = {name: [fold(graph.graph) for graph in trace(*case)[0]] for name, case in cases.items()}

@@ -64,6 +64,13 @@ def test_graphs_keep_only_what_someone_else_reads() -> None:
             [*norm, *passes * 3, *norm, *passes, *computed(passes, "values 1"), *passes, "11 matrices less"],
             [*passes, *two_at_once, *passes, *computed(passes, "columns 3"), "14 matrices less"],
         ]
+    # With scales of blocks, only what lies side by side is computed.
+    forward, backward = found.pop("block, blockwise")
+    plain_blocks = "cast_blocks_128 1"
+    assert forward == [plain_blocks] * 8 + ["0 matrices less"]
+    assert backward == [
+        plain_blocks, f"cast_blocks_128 of {gated}", plain_blocks, "cast_blocks_128 of columns 3", "14 matrices less",
+    ]  # fmt: skip
     forward, backward = found.pop("separate projections")
     # One norm for three layers, one sum for two.
     assert [kernel for kernel in forward if kernel != plain] == [
@@ -94,9 +101,9 @@ def test_options_are_those_of_the_mode_and_one_pass() -> None:
 def test_a_change_of_any_kernel_is_a_change_of_the_pass() -> None:
     """Graphs on the disk must not outlive the kernels that they hold."""
     pytest.importorskip("triton")
-    from lightning_fp8.kernels import folding, triton_common, triton_data, triton_stored
+    from lightning_fp8.kernels import folding, triton_block, triton_common, triton_data, triton_stored
 
-    kernels = [vars(module) for module in (triton_common, triton_data, triton_stored)]
+    kernels = [vars(module) for module in (triton_block, triton_common, triton_data, triton_stored)]
     modules = {function.fn.__module__ for names in kernels for function in names.values() if hasattr(function, "fn")}
     assert len(modules) == len(kernels)
     assert {f"{module.rpartition('.')[2]}.py" for module in modules} <= set(folding.FILES)

@@ -13,6 +13,7 @@ import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model, ops
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source
+from lightning_fp8.kernels.reference import dequantize_operand
 from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE
 from lightning_fp8.tuning.decoder import Block, DecoderShape
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.gpu
 STRAIGHT, TRANSPOSED = Cast(E4M3, "tensorwise"), Cast(E5M2, "tensorwise", margin=1.0)
 #: Values whose code may be the next one: products and sums are contracted, and exponentials taken, otherwise.
 SHARE = 2e-3
+#: Cases with several pieces: of one width, computed from the same memory, and others.
+SIDE_BY_SIDE = ("swiglu gradient", "quotient and reciprocal", "matrices side by side")
 SHAPE = DecoderShape(256, 512, 1, 2, 256, 4, 2, 1024)
 
 
@@ -92,26 +95,28 @@ def test_codes_are_those_of_casts_that_read_values(dtype: torch.dtype, sources: 
                 assert torch.equal(g, w), f"{what} {part}"
 
 
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
-def test_both_passes_compute_where_scales_come_from_the_data(granularity: str, sources: list[str]) -> None:
+@pytest.mark.parametrize(("granularity", "passes"), [("tensorwise", 2), ("rowwise", 2), ("1x128", 1)])
+def test_all_passes_compute_where_scales_come_from_the_data(granularity: str, passes: int, sources: list[str]) -> None:
     pair = Cast(E4M3, granularity), Cast(E5M2, granularity)  # type: ignore[arg-type]
-    inputs = [inputs_of(name, torch.bfloat16, "cuda") for name in CASES]
+    # Blocks are only computed where matrices lie side by side.
+    names = SIDE_BY_SIDE if granularity == "1x128" else tuple(CASES)
+    inputs = [inputs_of(name, torch.bfloat16, "cuda") for name in names]
 
     def run(inputs: list[list[Tensor]]) -> list[tuple[Tensor, ...]]:
-        return [ops.cast(case(*values), *pair) for (case, _), values in zip(CASES.values(), inputs, strict=True)]
+        return [ops.cast(CASES[name][0](*values), *pair) for name, values in zip(names, inputs, strict=True)]
 
     compiled = lightning_fp8.compile(run, fullgraph=True, dynamic=False)
-    for name, values, got in zip(CASES, inputs, compiled(inputs), strict=True):
+    for name, values, got in zip(names, inputs, compiled(inputs), strict=True):
         want = ops.cast(CASES[name][0](*values), *pair)
         for operand, (codes, decode), (want_codes, want_decode) in (("", got[:2], want[:2]), ("_t", got[2:], want[2:])):
             what = f"{name}{operand}"
             # Values are rounded once, not after each operation, and an amax with them.
             torch.testing.assert_close(decode, want_decode, rtol=2e-2, atol=0, msg=lambda m, w=what: f"{w}: {m}")
             step = 0.25 if operand else 0.125
-            values_of, values_of_want = codes.float() * decode, want_codes.float() * want_decode
+            values_of, values_of_want = dequantize_operand(codes, decode), dequantize_operand(want_codes, want_decode)
             smallest = 4e-3 * values_of_want.abs().amax().item()
             torch.testing.assert_close(values_of, values_of_want, rtol=step, atol=smallest, msg=lambda m, w=what: w + m)
-    assert len(sources) == 2 * len(CASES)
+    assert len(sources) == passes * len(names)
 
 
 def make_block() -> nn.Module:
