@@ -27,7 +27,12 @@ def main() -> None:
     for variant in ("bf16", *args.recipes):
         recipe = None if variant == "bf16" else get_recipe(variant)
         table.host[variant] = measure_host(recipe)
-        print(f"{variant}: the host needs {table.host[variant]:.3f} ms a layer", flush=True)
+        table.host_compiled[variant] = measure_host(recipe, compiled=True)
+        print(
+            f"{variant}: the host needs {table.host[variant]:.3f} ms a layer, "
+            f"{table.host_compiled[variant]:.3f} ms in a compiled model",
+            flush=True,
+        )
         table.times[variant] = {point: measure_layer(*point, recipe) for point in grid()}
     args.out.write_text(table.to_json() + "\n")
     for point in [(8192, 768, 3072), (8192, 4096, 4096), (16384, 4096, 28672)]:

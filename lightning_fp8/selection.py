@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.recipes import Recipe
 
 #: Wrappers put these parts into qualified names (torch.compile, FSDP1, activation checkpointing, DDP).
-_WRAPPER_PARTS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -160,12 +159,23 @@ class LayerSelection:
 
 def clean_name(name: str) -> str:
     """A qualified name without the parts that wrappers add."""
-    return _WRAPPER_PARTS.sub("", name)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` of ``model``, each once, by its first qualified name (the root's is ``""``)."""
     return {clean_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def in_compiled(model: nn.Module) -> set[nn.Module]:
+    """The modules that lie in one which ``torch.compile`` compiles, or will at its first call."""
+    return {inner for module in model.modules() if _is_compiled(module) for inner in module.modules()}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # A LightningModule that is compiled as a whole is given to the Trainer wrapped, and unwrapped there with a mark.
+    whole = getattr(module, "_compiler_ctx", None) is not None
+    return whole or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def why_not_eligible(layer: nn.Linear, recipe: Recipe) -> str | None:

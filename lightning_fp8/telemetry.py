@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.model import Conversion
 from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
-from lightning_fp8.selection import clean_name, linear_layers
+from lightning_fp8.selection import clean_name, in_compiled, linear_layers
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch
 
@@ -223,11 +223,11 @@ class ExecutionOrder:
         self._layers = list(layers.values())
         self._seen: dict[int, int] = {}
         self._known: tuple[int, list[int]] | None = None
-        compiled = {id(child) for m in model.modules() if _is_compiled(m) for child in m.modules()}
+        compiled = in_compiled(model)
         self._handles = [
             layer.register_forward_pre_hook(self._see)
             for layer in self._layers
-            if id(layer) not in compiled and not isinstance(layer, torch.jit.ScriptModule)
+            if layer not in compiled and not isinstance(layer, torch.jit.ScriptModule)
         ]
 
     def _see(self, layer: nn.Module, args: Any) -> None:
@@ -288,7 +288,7 @@ class HostCopy:
 
 def _named_conversions(model: nn.Module) -> list[tuple[str, Conversion]]:
     return [
-        (clean_name(f"{name}.").removesuffix("."), value)
+        (clean_name(name), value)
         for name, module in model.named_modules()
         for value in vars(module).values()
         if isinstance(value, Conversion)
@@ -297,7 +297,3 @@ def _named_conversions(model: nn.Module) -> list[tuple[str, Conversion]]:
 
 def _join(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None

@@ -175,15 +175,15 @@ def build_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if peers and name in peers:
         context = peers[name](model)
-    elif name != "bf16":
-        backend, _, recipe = name.removesuffix("-auto").rpartition(":")
-        layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
-        convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
-        context = conversions(model)[0].runtime.forward_context
     if mode == "-unfolded":
         compile_blocks(model, {})
     elif mode != "-eager":
         compile_blocks(model, compile_options(**_OPTIONS[mode]))
+    if name != "bf16" and name not in (peers or {}):
+        backend, _, recipe = name.removesuffix("-auto").rpartition(":")
+        layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
+        convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
+        context = conversions(model)[0].runtime.forward_context
     inputs, targets = random_tokens(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     active = conversions(model)

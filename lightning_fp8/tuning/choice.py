@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, NativeBackend, Support
 from lightning_fp8.recipes import ROLES, Recipe, get_recipe
-from lightning_fp8.selection import Decision, linear_layers
+from lightning_fp8.selection import Decision, in_compiled, linear_layers
 from lightning_fp8.tuning.layers import measure_host, measure_layer
 from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, Times, shipped_tables, step_milliseconds
 
@@ -114,15 +114,17 @@ def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tok
         source: measured times.
         tokens: rows of the layers' inputs.
     """
-    layers = linear_layers(model)
+    layers, in_graphs = linear_layers(model), in_compiled(model)
 
     def judge(decision: Decision) -> Decision:
         layer = layers[decision.name]
         if not decision.converted or is_lazy(layer.weight):
             return decision
-        gain = speedup(source, tokens, layer.in_features, layer.out_features)
+        compiled = layer in in_graphs
+        gain = speedup(source, tokens, layer.in_features, layer.out_features, compiled)
         if gain < LEAST_SPEEDUP:
-            limit = "; the host's time to issue it counts too" if _host_bound(source, tokens, layer) else ""
+            waits = _host_bound(source, tokens, layer, compiled)
+            limit = "; the host's time to issue it counts too" if waits else ""
             reason = f"FP8 would not be faster: x{gain:.2f} against bf16{limit}"
             return replace(decision, converted=False, reason=reason)
         return replace(decision, reason=f"{decision.reason}, x{gain:.2f} against bf16")
@@ -130,15 +132,15 @@ def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tok
     return [judge(decision) for decision in decisions]
 
 
-def speedup(source: Source, tokens: int, in_features: int, out_features: int) -> float:
+def speedup(source: Source, tokens: int, in_features: int, out_features: int, compiled: bool) -> float:
     """How many times faster than in bf16 the layer is in FP8, where the host has to issue it as well."""
-    where = (tokens, in_features, out_features)
+    where = (tokens, in_features, out_features, compiled)
     return step_milliseconds(source.times, "bf16", *where) / step_milliseconds(source.times, source.variant, *where)
 
 
-def _host_bound(source: Source, tokens: int, layer: nn.Linear) -> bool:
+def _host_bound(source: Source, tokens: int, layer: nn.Linear, compiled: bool) -> bool:
     gpu = source.times.milliseconds(source.variant, tokens, layer.in_features, layer.out_features)
-    return gpu < source.times.host_milliseconds(source.variant)
+    return gpu < source.times.host_milliseconds(source.variant, compiled)
 
 
 def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:
@@ -159,9 +161,9 @@ def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:
         with torch.cuda.device(device):
             return measure_layer(tokens, in_features, out_features, None if variant == "bf16" else recipe, backend)
 
-    def host(variant: str) -> float:
+    def host(variant: str, compiled: bool) -> float:
         with torch.cuda.device(device):
-            return measure_host(None if variant == "bf16" else recipe, backend)
+            return measure_host(None if variant == "bf16" else recipe, backend, compiled)
 
     times = MeasuredTimes(gpu, torch.__version__, measure, host)
     # Every setting, defaults too: the measurements outlive this version of the package.

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from lightning_fp8.backends import Backend, get_backend
+from lightning_fp8.compiling import compile_options
 from lightning_fp8.recipes import Recipe
+
+#: Layers of a block that are compiled together, more or less.
+_COMPILED_TOGETHER = 8
 
 
 def measure_layer(
@@ -30,22 +34,26 @@ def measure_layer(
     """
     from triton.testing import do_bench
 
-    with _one_layer(tokens, in_features, out_features, recipe, backend) as run:
+    with _layers(1, tokens, in_features, out_features, recipe, backend) as run:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
         return float(do_bench(graph.replay, warmup=4, rep=16, return_mode="median"))
 
 
-def measure_host(recipe: Recipe | None, backend: Backend | str = "native", rounds: int = 20) -> float:
-    """Milliseconds that the host needs to issue forward and backward of one layer in eager mode, whatever its size.
+def measure_host(
+    recipe: Recipe | None, backend: Backend | str = "native", compiled: bool = False, rounds: int = 20
+) -> float:
+    """Milliseconds that the host needs to issue forward and backward of one layer, whatever its size.
 
     Args:
         recipe: how it runs in FP8; ``None`` is bf16.
         backend: what multiplies.
+        compiled: whether it is one of several that are compiled together, as in a block of a model, or runs in eager
+            mode.
         rounds: timed rounds of ten; the median counts.
     """
-    with _one_layer(256, 256, 256, recipe, backend) as run:
+    with _layers(_COMPILED_TOGETHER if compiled else 1, 256, 256, 256, recipe, backend, compiled) as run:
         times = []
         for _ in range(rounds):
             torch.cuda.synchronize()
@@ -53,30 +61,41 @@ def measure_host(recipe: Recipe | None, backend: Backend | str = "native", round
             for _ in range(10):
                 run()
             times.append((time.perf_counter() - start) / 10 * 1e3)
-    return statistics.median(times)
+    return statistics.median(times) / (_COMPILED_TOGETHER if compiled else 1)
 
 
 @contextmanager
-def _one_layer(
-    tokens: int, in_features: int, out_features: int, recipe: Recipe | None, backend: Backend | str
+def _layers(
+    count: int,
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    recipe: Recipe | None,
+    backend: Backend | str,
+    compiled: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """A function that runs one layer forward and backward, warm; the caller's random numbers stay as they were."""
+    """A function that runs layers forward and backward, warm; the caller's random numbers stay as they were."""
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.random.fork_rng([device]), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        layer = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
-        runtime = None if recipe is None else get_backend(backend).convert(layer, [""], recipe, autocast_only=False)
+        layers = nn.Sequential(*(nn.Linear(in_features, out_features, bias=False) for _ in range(count)))
+        layers.to(device, torch.bfloat16)
+        names = [str(index) for index in range(count)]
+        runtime = None if recipe is None else get_backend(backend).convert(layers, names, recipe, autocast_only=False)
+        if compiled:
+            layers.compile(dynamic=False, options=compile_options())
         x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
 
         def run() -> None:
             if runtime is None:
-                y = layer(x)
+                y = layers(x)
             else:
                 runtime.weights_changed()  # A training step casts the weight anew.
                 with runtime.forward_context():
-                    y = layer(x)
+                    y = layers(x)
             y.backward(gradient)
-            x.grad = layer.weight.grad = None
+            x.grad = None
+            layers.zero_grad()
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

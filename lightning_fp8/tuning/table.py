@@ -30,16 +30,19 @@ class Times(Protocol):
     def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
         """On the GPU, where ``variant`` is ``"bf16"`` or an FP8 one."""
 
-    def host_milliseconds(self, variant: str) -> float:
-        """What the host needs to issue it in eager mode, whatever its size."""
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
+        """What the host needs to issue it, in eager mode or in a compiled model, whatever its size."""
 
 
-def step_milliseconds(times: Times, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+def step_milliseconds(
+    times: Times, variant: str, tokens: int, in_features: int, out_features: int, compiled: bool
+) -> float:
     """A layer's share of a step: the GPU's time, but no less than what the host needs to issue it.
 
     A layer that the GPU finishes sooner leaves the GPU waiting, and FP8 has more to issue than bf16 has.
     """
-    return max(times.milliseconds(variant, tokens, in_features, out_features), times.host_milliseconds(variant))
+    gpu = times.milliseconds(variant, tokens, in_features, out_features)
+    return max(gpu, times.host_milliseconds(variant, compiled))
 
 
 @dataclass
@@ -52,6 +55,7 @@ class LayerTable:
         date: of the measurement, ISO.
         times: by variant (``"bf16"`` or a recipe's name), then by ``(tokens, in_features, out_features)``.
         host: by variant, what the host of that machine needed to issue the layer in eager mode.
+        host_compiled: the same in a compiled model.
     """
 
     gpu: str
@@ -59,6 +63,7 @@ class LayerTable:
     date: str
     times: dict[str, dict[Point, float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
+    host_compiled: dict[str, float] = field(default_factory=dict)
 
     def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
         """The time of a layer of any size.
@@ -70,13 +75,13 @@ class LayerTable:
         axes = [sorted({point[axis] for point in points}) for axis in range(3)]
         return _interpolate(points, axes, (tokens, in_features, out_features))
 
-    def host_milliseconds(self, variant: str) -> float:
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
         """The host's time.
 
         Raises:
             KeyError: the variant was not measured.
         """
-        return self.host[variant]
+        return (self.host_compiled if compiled else self.host)[variant]
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""
@@ -84,8 +89,11 @@ class LayerTable:
             variant: [[*point, round(ms, 5)] for point, ms in sorted(points.items())]
             for variant, points in self.times.items()
         }
-        host = {variant: round(ms, 5) for variant, ms in self.host.items()}
-        return json.dumps({"gpu": self.gpu, "torch": self.torch, "date": self.date, "host": host, "times": times})
+        hosts = {
+            name: {variant: round(ms, 5) for variant, ms in getattr(self, name).items()}
+            for name in ("host", "host_compiled")
+        }
+        return json.dumps({"gpu": self.gpu, "torch": self.torch, "date": self.date, **hosts, "times": times})
 
     @staticmethod
     def from_json(text: str) -> LayerTable:
@@ -95,7 +103,7 @@ class LayerTable:
             variant: {(int(t), int(i), int(o)): float(ms) for t, i, o, ms in rows}
             for variant, rows in data["times"].items()
         }
-        return LayerTable(data["gpu"], data["torch"], data["date"], times, data["host"])
+        return LayerTable(data["gpu"], data["torch"], data["date"], times, data["host"], data["host_compiled"])
 
 
 def grid() -> list[Point]:
@@ -123,7 +131,7 @@ class MeasuredTimes:
         gpu: the GPU's name.
         torch: torch's version.
         measure: ``measure(variant, tokens, in_features, out_features)`` in milliseconds, for what is not known yet.
-        measure_host: ``measure_host(variant)`` in milliseconds.
+        measure_host: ``measure_host(variant, compiled)`` in milliseconds.
         folder: where the file lies.
 
     Attributes:
@@ -135,7 +143,7 @@ class MeasuredTimes:
         gpu: str,
         torch: str,
         measure: Callable[[str, int, int, int], float],
-        measure_host: Callable[[str], float],
+        measure_host: Callable[[str, bool], float],
         folder: Path | None = None,
     ) -> None:
         self._measure = measure
@@ -149,9 +157,10 @@ class MeasuredTimes:
         where = (tokens, in_features, out_features)
         return self._known(f"{variant} {tokens} {in_features} {out_features}", lambda: self._measure(variant, *where))
 
-    def host_milliseconds(self, variant: str) -> float:
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
         """The host's time, measured if it is not known."""
-        return self._known(f"{variant} host", lambda: self._measure_host(variant))
+        key = f"{variant} host{' compiled' if compiled else ''}"
+        return self._known(key, lambda: self._measure_host(variant, compiled))
 
     def _known(self, key: str, measure: Callable[[], float]) -> float:
         if key not in self._times:

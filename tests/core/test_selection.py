@@ -243,6 +243,7 @@ def test_shared_layers_appear_once() -> None:
 def test_wrappers_leave_no_trace_in_names() -> None:
     assert clean_name("blocks._orig_mod.0._checkpoint_wrapped_module.fc") == "blocks.0.fc"
     assert clean_name("_fsdp_wrapped_module.fc") == "fc"
+    assert clean_name("fc._orig_mod") == "fc" and clean_name("_orig_mod") == ""
     model = nn.Sequential(torch.compile(Block()), nn.Linear(32, 32))
     assert set(linear_layers(model)) == {"0.attn.qkv", "0.attn.proj", "0.mlp.0", "0.mlp.2", "1"}
     assert taken(model, include=["0.mlp.*"]) == {"0.mlp.0", "0.mlp.2"}

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from lightning.fabric import Fabric
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_fp8
 from lightning_fp8 import FP8Precision, LayerSelection, TensorwiseScaling, convert_model
 from lightning_fp8.backends import NativeBackend
 from lightning_fp8.callbacks import AmaxMonitor
@@ -54,7 +56,7 @@ class Known:
     def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
         return 1.0 if variant != "bf16" and (in_features, out_features) in self.fast else 2.0
 
-    def host_milliseconds(self, variant: str) -> float:
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
         return 0.1
 
 
@@ -123,6 +125,36 @@ def test_a_layer_that_the_host_cannot_issue_in_time_stays_in_bf16(tokens: int, g
     kept = keep_faster(decisions, model, Source(table, "delayed", ""), tokens)
     assert kept[0].converted == gains
     assert ("the host's time to issue it" in kept[0].reason) != gains
+
+
+def whole(model: Net) -> nn.Module:
+    return from_compiled(torch.compile(model))
+
+
+def part(model: Net) -> nn.Module:
+    model.small.compile()
+    return model
+
+
+def wrapped(model: Net) -> nn.Module:
+    model.small = lightning_fp8.compile(model.small)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("compile", "gain"), [(None, [0.8, 0.8]), (part, [2.0, 0.8]), (wrapped, [2.0, 0.8]), (whole, [2.0, 2.0])]
+)
+def test_the_host_issues_compiled_layers_faster(compile: Any, gain: list[float], measured: dict[str, Any]) -> None:
+    class SlowHost(Known):
+        def host_milliseconds(self, variant: str, compiled: bool) -> float:
+            return 0.1 if compiled else 2.5 if variant != "bf16" else 1.0
+
+    measured["times"] = SlowHost((32, 32), (32, 512))
+    model = compile(Net()) if compile else Net()
+    conversion = conversions(convert_model(model, backend=PretendNative()))[0]
+    judged = [d for d in conversion.decisions if d.name in ("small", "large")]
+    assert [d.converted for d in judged] == [g > 1 for g in gain]
+    assert [f"x{g:.2f}" in d.reason for d, g in zip(judged, gain, strict=True)] == [True, True]
 
 
 def test_converting_again_measures_nothing_and_changes_nothing(measured: dict[str, Any]) -> None:

@@ -49,13 +49,16 @@ def test_any_size_has_a_time(tokens: int, in_features: int, out_features: int) -
 
 def test_no_layer_takes_less_than_its_host() -> None:
     table = made_up_table(fp8_host=0.3)
-    assert step_milliseconds(table, "delayed", 1024, 256, 256) == 0.3
-    assert step_milliseconds(table, "delayed", 65536, 4096, 4096) == table.milliseconds("delayed", 65536, 4096, 4096)
+    assert step_milliseconds(table, "delayed", 1024, 256, 256, compiled=False) == 0.3
+    assert step_milliseconds(table, "delayed", 1024, 256, 256, compiled=True) == 0.075
+    large = 65536, 4096, 4096
+    assert step_milliseconds(table, "delayed", *large, compiled=False) == table.milliseconds("delayed", *large)
 
 
 def test_shipped_tables_are_whole() -> None:
     for gpu, table in shipped_tables().items():
-        assert table.gpu == gpu and "bf16" in table.times and set(table.host) == set(table.times)
+        assert table.gpu == gpu and "bf16" in table.times
+        assert set(table.host) == set(table.host_compiled) == set(table.times)
         for variant, points in table.times.items():
             assert set(points) == set(grid()), variant
             assert all(ms > 0 for ms in points.values())
@@ -71,9 +74,9 @@ class Clock:
         self.asked.append(what)
         return 2.0
 
-    def host(self, what: str) -> float:
-        self.asked.append(what)
-        return 0.5
+    def host(self, variant: str, compiled: bool) -> float:
+        self.asked.append((variant, compiled))
+        return 0.25 if compiled else 0.5
 
 
 def kept(folder: Path, clock: Clock, gpu: str = "Some GPU") -> MeasuredTimes:
@@ -84,10 +87,11 @@ def test_each_time_is_measured_once_for_all_processes(tmp_path: Path) -> None:
     clock = Clock()
     for _ in range(2):
         times = kept(tmp_path / "new", clock)
-        assert times.milliseconds("bf16", 1, 2, 3) == 2.0 and times.host_milliseconds("bf16") == 0.5
-    assert clock.asked == [("bf16", 1, 2, 3), "bf16"]
+        assert times.milliseconds("bf16", 1, 2, 3) == 2.0
+        assert [times.host_milliseconds("bf16", compiled) for compiled in (False, True)] == [0.5, 0.25]
+    assert clock.asked == [("bf16", 1, 2, 3), ("bf16", False), ("bf16", True)]
     kept(tmp_path / "new", clock, "Another GPU").milliseconds("bf16", 1, 2, 3)
-    assert len(clock.asked) == 3
+    assert len(clock.asked) == 4
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"bf16 host": "fast"}', "\x00"])
@@ -95,13 +99,13 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
     times = kept(tmp_path, Clock())
     times.path.write_text(content)
     clock = Clock()
-    assert kept(tmp_path, clock).host_milliseconds("bf16") == 0.5 and clock.asked == ["bf16"]
-    assert kept(tmp_path, clock).host_milliseconds("bf16") == 0.5 and clock.asked == ["bf16"]
+    assert kept(tmp_path, clock).host_milliseconds("bf16", False) == 0.5 and clock.asked == [("bf16", False)]
+    assert kept(tmp_path, clock).host_milliseconds("bf16", False) == 0.5 and clock.asked == [("bf16", False)]
 
 
 def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    assert kept(tmp_path / "file" / "folder", Clock()).host_milliseconds("bf16") == 0.5
+    assert kept(tmp_path / "file" / "folder", Clock()).host_milliseconds("bf16", False) == 0.5
     assert "cannot be kept" in caplog.text
