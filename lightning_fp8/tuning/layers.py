@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,8 +78,8 @@ def _layers(
     """A function that runs layers forward and backward, warm; the caller's random numbers stay as they were."""
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.random.fork_rng([device]), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        layers = nn.Sequential(*(nn.Linear(in_features, out_features, bias=False) for _ in range(count)))
-        layers.to(device, torch.bfloat16)
+        settings: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
+        layers = nn.Sequential(*(nn.Linear(in_features, out_features, **settings) for _ in range(count)))
         names = [str(index) for index in range(count)]
         runtime = None if recipe is None else get_backend(backend).convert(layers, names, recipe, autocast_only=False)
         if compiled:
