@@ -93,9 +93,10 @@ def test_blocks_train_as_without_recomputing(mode: str | None) -> None:
         options = lightning_fp8.compile_options(mode, recompute=setting)
         found[setting], _ = losses(lambda block, o=options: block.compile(fullgraph=True, dynamic=False, options=o))
     print("losses", found)
+    assert found["cheap"] == found["all"], "what is cast when, and from what, is no arithmetic"
     for setting in SETTINGS:
-        assert found[setting][0] == found["none"][0], "forward is the same"
-        # A sum before a norm is kept as it was rounded, where it would be computed again.
+        # A sum before a norm is kept, so that forward too reads it as it was rounded.
+        assert found[setting][0] == pytest.approx(found["none"][0], rel=1e-4)
         torch.testing.assert_close(found[setting], found["none"], rtol=5e-3, atol=0)
 
 
