@@ -154,10 +154,10 @@ class KernelOfCast:
         x = self.x.meta["val"]
         if not read or (values == read[:1] and read[0].node.meta["val"].dtype == x.dtype):
             return False
-        if self.holds_tile and len(values) == 1:
-            # With arithmetic besides, so few programs fit on a multiprocessor that they take as long as two kernels at
-            # the speed of memory (H200, silu times a matrix: 0.62 ms for 0.60). Inductor's kernels for matrices side by
-            # side are slower than that (gradient of gate and up: 1.09 ms for 1.62).
+        if self.holds_tile and (len(values) == 1 or x.element_size() > 2):
+            # With arithmetic besides, or 32 bits a value, so few programs fit on a multiprocessor that they take as
+            # long as two kernels at the speed of memory (H200, silu times a matrix: 0.62 ms for 0.60). Inductor's
+            # kernels for matrices side by side are slower than that (gradient of gate and up: 1.09 ms for 1.62).
             return False
         if len(matrices(values)) > MOST_MATRICES or any(_is_changed(leaf.node, self.node) for leaf in read):
             return False

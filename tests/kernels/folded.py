@@ -44,13 +44,14 @@ def store_tile(
             tl.store(pointers, values[piece])
 
 
-def look(name: str, inputs: list[Tensor]) -> tuple[KernelOfCast, fx.GraphModule]:
-    """What a cast of the case's result finds to compute, as if the graph's output were that cast."""
+def look(name: str, inputs: list[Tensor], blocks: bool = False) -> tuple[KernelOfCast, fx.GraphModule]:
+    """What a cast of the case's result finds to compute, as if the graph's output were it: one to blocks, or others."""
     graph = make_fx(CASES[name][0], decomposition_table=select_decomp_table())(*inputs)
     graph.graph.eliminate_dead_code()
     output = graph.graph.output_node()
     x = output.args[0]
-    cast = KernelOfCast(output, {"x": x, "C": triton_cast.tile_of(x.meta["val"].shape[1]).columns})
+    tile = {} if blocks else {"C": triton_cast.tile_of(x.meta["val"].shape[1]).columns}
+    cast = KernelOfCast(output, {"x": x, **tile})
     cast.look(leading_to(graph.graph, [cast]))
     return cast, graph
 
@@ -139,6 +140,21 @@ def check_later(name: str) -> None:
         assert torch.equal(g.view(torch.uint8), w.view(torch.uint8)), name
 
 
+def check_blocks() -> None:
+    """A tile that is held takes registers: it is computed where matrices of 16 bits lie side by side."""
+    worth = {
+        (name, dtype): cast.is_worth_folding([cast])
+        for name in ("swiglu", "swiglu gradient", "matrices side by side")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for cast in [look(name, inputs_of(name, dtype), blocks=True)[0]]
+    }
+    assert [case for case, yes in worth.items() if yes] == [
+        (name, dtype)
+        for name in ("swiglu gradient", "matrices side by side")
+        for dtype in (torch.bfloat16, torch.float16)
+    ], worth
+
+
 class _Recorder(fx.Interpreter):
     """Keeps every node's value."""
 
@@ -157,4 +173,5 @@ if __name__ == "__main__":
     for name in ("swiglu gradient", "rms norm"):
         check(name, torch.float32)
         check_later(name)
+    check_blocks()
     print("checked", len(CASES))
