@@ -192,10 +192,9 @@ def cast_blocks_128_tile(
     """
     column_tiles = columns // (128 * PIECES)
     row_tile = tl.program_id(0) // column_tiles
-    row = row_tile * 128
+    column_tile = tl.program_id(0) % column_tiles
+    row, column = row_tile * 128, column_tile * 128
     for piece in tl.static_range(PIECES):
-        column_tile = tl.program_id(0) % column_tiles
-        column = column_tile * 128
         loaded = LOAD(inputs, row, column, rows, columns, 128, 128, EVEN)
         a = VALUES(loaded, row, column, 0, 32, 128)[piece].to(DTYPE)
         b = VALUES(loaded, row, column, 1, 32, 128)[piece].to(DTYPE)
