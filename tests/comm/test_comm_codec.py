@@ -17,7 +17,7 @@ formats = st.sampled_from([E4M3, E5M2])
 codecs = st.builds(BlockCodec, formats, st.sampled_from([16, 32, 128, 1024]), st.booleans())
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 values = st.lists(st.floats(width=32), max_size=300)
-sums = settings(max_examples=60, deadline=None)
+sums = settings(max_examples=60)
 
 
 def through(codec: BlockCodec | BF16Codec, x: Tensor, rows: int = 1, seed: int = 0) -> Tensor:

@@ -70,7 +70,7 @@ class Oracle:
 amaxes = st.one_of(st.sampled_from([0.0, -1.0, math.nan, math.inf]), st.floats(2.0**-30, 2.0**30, width=32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     recipe=st.builds(
         DelayedScaling,

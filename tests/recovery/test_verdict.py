@@ -28,7 +28,7 @@ def judge(judge: Judge, loss: float | None, grads: list[float], **more) -> tuple
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=40), st.floats(-100, 100, width=32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_score_is_median_and_mad_of_the_last_window(values, new):
     stats = SpikeStatistics(Thresholds(window=8, warmup=4, floor=0.0))
     for value in values:
