@@ -127,7 +127,7 @@ class Float8Linear(nn.Linear):
         fp8 = self.fp8
         device_type = input.device.type
         weight, bias = self.local_parameters()
-        out_features, in_features = weight.shape
+        in_features = weight.shape[1]
         fits = input.is_floating_point() and (input.is_nested or input.shape[-1:] == (in_features,))
         if device_type == "meta" or not fits:
             # Only shapes are wanted, or the input is a mistake: torch's own error says which, and nothing is recorded.
@@ -141,8 +141,7 @@ class Float8Linear(nn.Linear):
         if input.is_nested:
             return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
-        y = self.multiply(input.reshape(-1, in_features), out_dtype)
-        return y.view(*input.shape[:-1], out_features)
+        return with_leading_sizes(self.multiply(input.reshape(-1, in_features), out_dtype), input)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """``x @ weight^T + bias`` in FP8: the part that each backend does with a library of its own.
@@ -181,6 +180,15 @@ class Float8Linear(nn.Linear):
         super()._apply(fn, recurse)
         self.fp8.follow(self.weight)
         return self
+
+
+def with_leading_sizes(y: Tensor, input: Tensor) -> Tensor:
+    """``[rows, features]``, which nobody else has, as ``[..., features]`` with the leading sizes of a layer's input.
+
+    For autograd it is no view, as the outputs of ``torch.matmul`` are none: where FSDP2 shards the layer itself, its
+    hooks hang on the output, and would not survive that a view is changed in place.
+    """
+    return torch.ops.aten._unsafe_view.default(y, (*input.shape[:-1], y.shape[-1]))
 
 
 def _map_rows(function: Callable[[Tensor], Tensor], x: Any) -> Tensor:

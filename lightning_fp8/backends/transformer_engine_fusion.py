@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.backends import transformer_engine as te
-from lightning_fp8.linear import Float8Linear
+from lightning_fp8.linear import Float8Linear, with_leading_sizes
 from lightning_fp8.selection import clean_name, linear_layers
 
 
@@ -111,7 +111,7 @@ class FusedLinear(te.TransformerEngineLinear):
             library_amax=True,
             first_microbatch=None if None in first else any(first),
         )
-        return y.narrow(0, 0, rows.shape[0]).view(*input.shape[:-1], self.out_features)
+        return with_leading_sizes(y.narrow(0, 0, rows.shape[0]), input)
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from collective_checks import relative_error
@@ -112,6 +114,30 @@ def sharded_compute_is_unsharded_compute(rank: int, world: int) -> None:
         # The transposed scale of a weight is not kept before the first step: backward takes the same from the data.
         columns = [AMAX, SCALE]
         assert torch.equal(statistics(alone)[..., columns], statistics(shards)[..., columns])
+
+
+def outputs_may_be_changed_in_place(rank: int, world: int) -> None:
+    """Where a layer is sharded by itself, FSDP2's hooks hang on its output."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(48, 48) for _ in range(4)]
+        return nn.Sequential(layers[0], nn.ReLU(inplace=True), layers[1], nn.ReLU(inplace=True), *layers[2:])
+
+    for backend in ("native", "torchao"):
+        if backend == "torchao" and importlib.util.find_spec("torchao") is None:
+            continue
+        how = {"layers": LayerSelection(), "recipe": "tensorwise", "backend": backend}
+        alone = lightning_fp8.convert_model(model().to(device()), **how)
+        shards = sharded(model(), mp_policy=MixedPrecisionPolicy(), blocks=["0", "2", "4"], **how)
+        # 20 rows: torchao pads them.
+        for shape in ((20, 48), (4, 5, 48)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device())
+            for side in (alone, shards):
+                side.zero_grad()
+                side(x).square().mean().backward()
+            for (name, a), b in zip(alone.named_parameters(), shards.parameters(), strict=True):
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def no_transposed_weight_is_kept(rank: int, world: int) -> None:
@@ -345,6 +371,7 @@ CHECKS = [
     so_do_weights_gathered_under_other_settings,
     finer_scales_go_in_blocks,
     sharded_compute_is_unsharded_compute,
+    outputs_may_be_changed_in_place,
     no_transposed_weight_is_kept,
     bytes_of_both_hooks_are_half,
     the_counter_sees_plain_collectives,
