@@ -162,6 +162,7 @@ def convert_model(
     tokens: int | None = None,
     autocast_only: bool = False,
     device: torch.device | str | None = None,
+    compiled: bool | None = None,
     chosen: Sequence[str] | None = None,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` to FP8, in place.
@@ -178,6 +179,8 @@ def convert_model(
         autocast_only: FP8 under ``torch.autocast`` only, for mixed precision.
         device: where the model will run; by default where it is. A model on the meta device is taken to run on the
             current GPU, if there is one.
+        compiled: for ``"auto"``: whether the layers will run in compiled code, which the host issues faster; by default
+            those that lie in a module which is compiled already.
         chosen: names of the layers that ``"auto"`` chose before (:attr:`Conversion.converted`): they are taken, and
             nothing is chosen anew.
 
@@ -193,7 +196,7 @@ def convert_model(
     where = torch.device(device) if device is not None else _device_of(model)
     choice = resolve_backend(backend, recipe, where)
     existing = conversions(model)
-    current: Any = model.__dict__.get(_ATTRIBUTE)
+    current: Any = getattr(model, _ATTRIBUTE, None)  # Wrapped by torch.compile, a module has it inside.
     alone = isinstance(current, Conversion) and existing == [current] and current.describes(model)
     if alone and current.same_settings(recipe, choice.backend, layers, tokens, autocast_only, chosen):
         return model
@@ -208,7 +211,9 @@ def convert_model(
         if layers == "auto" and chosen is not None:
             verdict = choose_saved(verdict.decisions, chosen)
         elif layers == "auto":
-            verdict = choose_layers(verdict.decisions, model, recipe, choice.backend, choice.support, where, tokens)
+            verdict = choose_layers(
+                verdict.decisions, model, recipe, choice.backend, choice.support, where, tokens, compiled
+            )
         names = [decision.name for decision in verdict.decisions if decision.converted]
         _warn_of_nonfinite(model, names)
         if not names:

@@ -104,7 +104,14 @@ def shard(
     names = _block_names(module, blocks)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     convert_model(
-        module, recipe, backend=backend, layers=layers, tokens=tokens, autocast_only=autocast_only, device=device
+        module,
+        recipe,
+        backend=backend,
+        layers=layers,
+        tokens=tokens,
+        autocast_only=autocast_only,
+        device=device,
+        compiled=True if compile is not False else None,  # Below, for its blocks are parallelized and wrapped first.
     )
     if tensor_parallel and tensor_mesh is not None:
         parallelize_module(module, tensor_mesh, dict(tensor_parallel))

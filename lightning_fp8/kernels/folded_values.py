@@ -308,7 +308,8 @@ def _slice(
     first = 0 if start is None else start
     if type(first) is not int or step != 1 or dim not in (-1, len(own) - 1):
         return None, 0
-    return source, first if first >= 0 else first + own[-1]
+    # One before the first column counts as the first.
+    return source, first if first >= 0 else max(first + own[-1], 0)
 
 
 def _is_split_piece(node: fx.Node) -> bool:

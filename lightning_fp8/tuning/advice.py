@@ -14,6 +14,7 @@ from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.tuning.choice import Source, keep_faster
 from lightning_fp8.tuning.peaks import Peak
+from lightning_fp8.tuning.table import step_milliseconds
 
 # The rest of a step, as it was on one H200 in a stack of eight Llama-3-8B blocks (2 x 8192 tokens, compiled, bf16,
 # fused AdamW): 366 ms, of which 262 for products, 66 attention, 25 pointwise and reductions, 11 the optimizer.
@@ -40,7 +41,7 @@ class LayerAdvice:
         in_features: of the layer.
         out_features: of the layer.
         tokens: rows of its input.
-        bf16_ms: forward and backward in bf16, on the GPU.
+        bf16_ms: forward and backward in bf16, on the GPU, or what the host needs to issue them, where that is more.
         fp8_ms: the same in FP8; ``None`` where it cannot run in FP8.
         fp8: whether it should.
         reason: why, or why not.
@@ -128,6 +129,7 @@ def advise(
     tokens: int,
     inputs: Tensor | None = None,
     step_ms: float | None = None,
+    compiled: bool = True,
 ) -> Advice:
     """Look at a model, on the meta device or anywhere.
 
@@ -140,6 +142,7 @@ def advise(
         tokens: rows of the layers' inputs, where ``inputs`` does not tell.
         inputs: on the model's device: the forward is run with it, to see each layer's rows and the attention.
         step_ms: a whole step in bf16, if somebody has measured it: the rest of the step is what the layers leave of it.
+        compiled: whether the layers will run in compiled code.
     """
     layers = linear_layers(model)
     seen = observe(model, inputs) if inputs is not None else Observation({}, 0.0)
@@ -148,11 +151,11 @@ def advise(
     advice = []
     candidates = LayerSelection().decide(model, recipe)
     possible = {decision.name for decision in candidates if decision.converted}
-    for decision in keep_faster(candidates, model, source, max(tokens, 1)):
+    for decision in keep_faster(candidates, model, source, max(tokens, 1), compiled):
         layer, count = layers[decision.name], rows[decision.name]
-        where = (count, layer.in_features, layer.out_features)
-        bf16 = source.times.milliseconds("bf16", *where) if count else 0.0
-        fp8 = source.times.milliseconds(source.variant, *where) if count and decision.name in possible else None
+        where = (count, layer.in_features, layer.out_features, compiled)
+        bf16 = step_milliseconds(source.times, "bf16", *where) if count else 0.0
+        fp8 = step_milliseconds(source.times, source.variant, *where) if count and decision.name in possible else None
         advice.append(
             LayerAdvice(
                 decision.name,

@@ -60,6 +60,7 @@ def choose_layers(
     support: Support,
     device: torch.device,
     tokens: int | None,
+    compiled: bool | None = None,
 ) -> Chosen:
     """Keep in FP8 the layers that it makes faster; without FP8 hardware, all.
 
@@ -73,6 +74,7 @@ def choose_layers(
         support: how it runs the recipe on the device.
         device: where they will run.
         tokens: rows of the layers' inputs, a step and GPU; ``None`` is :data:`DEFAULT_TOKENS`.
+        compiled: as in :func:`keep_faster`.
     """
     if support.kind != "native":
         return Chosen(decisions, "every eligible layer, for FP8 is emulated here")
@@ -81,7 +83,7 @@ def choose_layers(
 
     def choose() -> Chosen:
         source = times_on(device, recipe, backend)
-        chosen = keep_faster(decisions, model, source, rows)
+        chosen = keep_faster(decisions, model, source, rows, compiled)
         return Chosen(chosen, f"layers that FP8 makes faster at {rows} tokens ({hint}), times from {source.origin}")
 
     return _from_rank_zero(choose)
@@ -105,7 +107,9 @@ def choose_saved(decisions: list[Decision], saved: Sequence[str]) -> Chosen:
     return Chosen([judge(decision) for decision in decisions], "the checkpoint's choice", set(saved))
 
 
-def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tokens: int) -> list[Decision]:
+def keep_faster(
+    decisions: list[Decision], model: nn.Module, source: Source, tokens: int, compiled: bool | None = None
+) -> list[Decision]:
     """Leave out the layers that FP8 would not make faster, each with its figure.
 
     Args:
@@ -113,6 +117,7 @@ def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tok
         model: holds the layers.
         source: measured times.
         tokens: rows of the layers' inputs.
+        compiled: whether layers run in compiled code; ``None``: those that lie in a module which is compiled.
     """
     layers, in_graphs = linear_layers(model), in_compiled(model)
 
@@ -120,10 +125,10 @@ def keep_faster(decisions: list[Decision], model: nn.Module, source: Source, tok
         layer = layers[decision.name]
         if not decision.converted or is_lazy(layer.weight):
             return decision
-        compiled = layer in in_graphs
-        gain = speedup(source, tokens, layer.in_features, layer.out_features, compiled)
+        in_graph = layer in in_graphs if compiled is None else compiled
+        gain = speedup(source, tokens, layer.in_features, layer.out_features, in_graph)
         if gain < LEAST_SPEEDUP:
-            waits = _host_bound(source, tokens, layer, compiled)
+            waits = _host_bound(source, tokens, layer, in_graph)
             limit = "; the host's time to issue it counts too" if waits else ""
             reason = f"FP8 would not be faster: x{gain:.2f} against bf16{limit}"
             return replace(decision, converted=False, reason=reason)

@@ -134,6 +134,9 @@ def advise(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="in one batch on one device")
     parser.add_argument("--input-shape", help="of the forward's argument, such as 2,8192: tells rows and attention")
     parser.add_argument("--step-ms", type=float, help="a measured bf16 step: makes the expected speed-up exact")
+    parser.add_argument(
+        "--eager", action="store_true", help="the model will not be compiled: the host issues it slower"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed, rest = parser.parse_known_args(args)
     if parsed.tokens < 1:
@@ -146,7 +149,9 @@ def advise(args: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     try:
-        advice = look_at(model, recipe, source, gpu, peak_of(gpu), parsed.tokens, inputs, parsed.step_ms)
+        advice = look_at(
+            model, recipe, source, gpu, peak_of(gpu), parsed.tokens, inputs, parsed.step_ms, not parsed.eager
+        )
     except Exception as error:  # Whatever the user's forward raises.
         if inputs is None:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from unittest import mock
 
 import pytest
 import torch
@@ -30,9 +31,12 @@ from torch.distributed.tensor import DTensor
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection
+from lightning_fp8.backends import NativeBackend, Support
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.model import conversions
+from lightning_fp8.recipes import Recipe
 from lightning_fp8.statistics import AMAX, SCALE
+from lightning_fp8.tuning import choice
 
 RECIPES_WITH_ONE_SCALE = ("delayed", "tensorwise", "static")
 
@@ -322,6 +326,24 @@ def compiled_blocks_train_alike(rank: int, world: int) -> None:
         torch.testing.assert_close(statistics(eager), statistics(compiled), rtol=0.1, atol=1e-3)
 
 
+def auto_knows_that_blocks_will_be_compiled(rank: int, world: int) -> None:
+    class Native(NativeBackend):
+        def support(self, recipe: Recipe, device: torch.device) -> Support:
+            return Support("native", "for this test")
+
+    class SlowHost:
+        def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+            return 2.0 if variant == "bf16" else 1.0
+
+        def host_milliseconds(self, variant: str, compiled: bool) -> float:
+            return 0.1 if compiled or variant == "bf16" else 5.0
+
+    with mock.patch.object(choice, "times_on", lambda *_: choice.Source(SlowHost(), "delayed", "made up")):
+        for compile, count in ((False, 0), ({"backend": "eager"}, 4)):
+            model = sharded(layers="auto", backend=Native(), compile=compile)
+            assert len(fp8_layers(model)) == count
+
+
 def layers_take_and_give_high_precision(rank: int, world: int) -> None:
     model = sharded(param="fp8", grad="fp8")
     seen = set()
@@ -386,6 +408,7 @@ CHECKS = [
     state_is_plain,
     replicas_of_shards_work,
     compiled_blocks_train_alike,
+    auto_knows_that_blocks_will_be_compiled,
     layers_take_and_give_high_precision,
     mistakes_are_named,
 ]

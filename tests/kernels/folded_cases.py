@@ -55,6 +55,8 @@ CASES: dict[str, Case] = {
     "layer norm": (layer_norm, [(2, ROWS // 2, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     "residual": (lambda x, y: x + y, [(ROWS, COLUMNS)] * 2),
     "bias, mask and scale": (lambda x, b, m, s: (x + b) * m / s, [(ROWS, COLUMNS), (COLUMNS,), (ROWS, 1), ()]),
+    "columns from before the first": (lambda x: x[:, -5 * COLUMNS : COLUMNS] * 2, [(ROWS, 3 * COLUMNS)]),
+    "columns from the end": (lambda x: x[:, -COLUMNS:] * 2, [(ROWS, 3 * COLUMNS)]),
     "columns of a wider matrix": (lambda x: x[:, 128 : 128 + COLUMNS] * 2, [(ROWS, 3 * COLUMNS)]),
     "matrices side by side": (lambda x, y, z: torch.cat([x, y, z], 1), [(ROWS, 256), (ROWS, 128), (ROWS, 128)]),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,27 @@ def test_the_host_issues_compiled_layers_faster(compile: Any, gain: list[float],
     judged = [d for d in conversion.decisions if d.name in ("small", "large")]
     assert [d.converted for d in judged] == [g > 1 for g in gain]
     assert [f"x{g:.2f}" in d.reason for d, g in zip(judged, gain, strict=True)] == [True, True]
+
+
+def test_the_caller_may_know_better_what_will_be_compiled(measured: dict[str, Any]) -> None:
+    class Host(Known):
+        def host_milliseconds(self, variant: str, compiled: bool) -> float:
+            return 0.1 if compiled or variant == "bf16" else 5.0
+
+    measured["times"] = Host((32, 32))
+    for compiled, converted in ((None, []), (False, []), (True, ["small"])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = convert_model(Net(), backend=PretendNative(), compiled=compiled)
+        assert conversions(model)[0].converted == converted
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lightning_fp8.compile])
+def test_converting_a_wrapped_model_again_keeps_its_scales(wrap: Any) -> None:
+    model = wrap(Net())
+    first = conversions(convert_model(model))
+    assert len(first) == 1 and conversions(convert_model(model)) == first
+    assert conversions(convert_model(model._orig_mod)) == first
 
 
 def test_converting_again_measures_nothing_and_changes_nothing(measured: dict[str, Any]) -> None:

@@ -150,6 +150,18 @@ def test_a_forward_shows_rows_of_each_layer_and_causal_attention() -> None:
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_layers_figures_are_those_that_decide(eager: bool, table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", *GPT_WORDS, "--table", table, "--tokens", "512", "--json"]
+    assert main([*words, *(["--eager"] if eager else [])]) == 0
+    layers = [la for la in json.loads(capsys.readouterr().out)["layers"] if la["fp8_ms"] is not None]
+    assert layers
+    for la in layers:
+        assert f"x{la['bf16_ms'] / la['fp8_ms']:.2f} against bf16" in la["reason"]
+        # The host needs 0.1 ms in eager mode and 0.025 in a compiled model.
+        assert (la["fp8_ms"] == 0.1) == eager and la["fp8_ms"] >= 0.025
+
+
 def test_layers_that_do_not_run_gain_nothing() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
