@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, Choice, Runtime, resolve_backend
+from lightning_fp8.checks import check_flag
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
@@ -188,10 +189,14 @@ def convert_model(
         ``model`` itself.
 
     Raises:
+        TypeError: ``autocast_only`` or ``compiled`` is no bool.
         ValueError: an unknown name or setting, a recipe that the backend cannot run on the device, a pattern that
             matches nothing, or weights that are already sharded. Nothing is changed then.
     """
     check_tokens(tokens)
+    check_flag(autocast_only=autocast_only)
+    if compiled is not None:
+        check_flag(compiled=compiled)
     recipe, selection = get_recipe(recipe), _checked_selection(layers)
     where = torch.device(device) if device is not None else _device_of(model)
     choice = resolve_backend(backend, recipe, where)

@@ -196,6 +196,14 @@ def test_wrong_hints(tokens: Any) -> None:
             make()
 
 
+@pytest.mark.parametrize("setting", [{"autocast_only": "no"}, {"compiled": 1}, {"compiled": "false"}])
+def test_flags_are_true_or_false(setting: dict[str, Any]) -> None:
+    model = Net()
+    with pytest.raises(TypeError, match=f"{next(iter(setting))} must be true or false"):
+        convert_model(model, **setting)
+    assert not conversions(model)
+
+
 # --- checkpoints
 
 
