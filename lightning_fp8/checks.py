@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from numbers import Real
+import os
+from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 
-def check_number(*, whole: bool = False, none: bool = False, **settings: Any) -> None:
-    """Look whether settings are numbers; their ranges are another matter.
+def check_number(*, whole: bool = False, none: bool = False, least: int | None = None, **settings: Any) -> None:
+    """Look whether settings are numbers; of their ranges only what many have in common.
 
     Args:
-        whole: only whole numbers will do.
+        whole: only whole numbers will do: ints, for a float would fail wherever it counts or gives a size.
         none: ``None`` will do too.
+        least: the least that will do.
         settings: by name.
 
     Raises:
         TypeError: one is no number; a bool is none.
+        ValueError: one is below ``least``, or so large that no tensor holds it: an int beyond 64 bits where only whole
+            numbers will do, else one beyond a float.
     """
+    or_none = " or None" if none else ""
     for name, value in settings.items():
         if value is None and none:
             continue
-        if isinstance(value, bool) or not isinstance(value, Real) or (whole and value % 1 != 0):
-            raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            raise TypeError(f"{name} must be a {'whole number (int)' if whole else 'number'}{or_none}, got {value!r}.")
+        if not _fits(value, whole):
+            raise ValueError(f"{name} must be a number that fits {'64 bits' if whole else 'a float'}, got {value!r}.")
+        if least is not None and not float(value) >= least:
+            raise ValueError(f"{name} must be at least {least}{or_none}, got {value!r}.")
+
+
+def _fits(value: Any, whole: bool) -> bool:
+    try:
+        return abs(value) < 2**63 if whole else isinstance(float(value), float)
+    except OverflowError:
+        return False
+
+
+def keep_as_floats(settings: object, *names: str) -> None:
+    """Turn the numbers of a frozen dataclass into floats, in place: torch takes no int beyond 64 bits.
+
+    Args:
+        settings: the dataclass.
+        names: of its fields, looked at before; ``None`` stays.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        object.__setattr__(settings, name, None if value is None else float(value))
 
 
 def check_flag(**settings: Any) -> None:
@@ -33,6 +62,57 @@ def check_flag(**settings: Any) -> None:
     for name, value in settings.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be true or false, got {value!r}.")
+
+
+def check_text(**settings: Any) -> None:
+    """Look whether settings are text.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be text, got {value!r}.")
+
+
+def check_path(**settings: Any) -> None:
+    """Look whether settings are paths or ``None``.
+
+    Raises:
+        TypeError: one is neither.
+    """
+    for name, value in settings.items():
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise TypeError(f"{name} must be a path or None, got {value!r}.")
+
+
+def check_function(of: str, **settings: Any) -> None:
+    """Look whether settings are functions or ``None``.
+
+    Args:
+        of: what they take, for the message.
+        settings: by name.
+
+    Raises:
+        TypeError: one is neither.
+    """
+    for name, value in settings.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be a function of {of} or None, got {value!r}.")
+
+
+def as_patterns(name: str, patterns: Iterable[str] | str | None) -> tuple[str, ...]:
+    """The patterns of the setting ``name``: of one, of several, or none.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    if patterns is None:
+        return ()
+    found = (patterns,) if isinstance(patterns, str) or not isinstance(patterns, Iterable) else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
+    return found
 
 
 def first_line(error: Exception) -> str:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.checks import check_number
+from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.telemetry import to_device
 
@@ -58,6 +58,7 @@ class HealthLimits:
 
     Raises:
         ValueError: a setting makes no sense.
+        TypeError: one is of another type.
     """
 
     spike: float | None = 3.0
@@ -69,15 +70,15 @@ class HealthLimits:
 
     def __post_init__(self) -> None:
         check_number(none=True, spike=self.spike, sigmas=self.sigmas, drift=self.drift)
-        check_number(whole=True, window=self.window, patience=self.patience, horizon=self.horizon)
+        check_number(whole=True, least=1, window=self.window, patience=self.patience)
+        check_number(whole=True, least=_DRIFT_WARMUP, horizon=self.horizon)
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike is {self.spike}: give a factor above 1, or None for no check.")
         if self.sigmas is not None and not 0 < self.sigmas < math.inf:
             raise ValueError(f"sigmas is {self.sigmas}: give a number above 0, or None to let the factor alone decide.")
         if self.drift is not None and not 0 < self.drift < math.inf:
             raise ValueError(f"drift is {self.drift}: give a number of powers of two above 0, or None for no check.")
-        if self.window < 1 or self.patience < 1 or self.horizon < _DRIFT_WARMUP:
-            raise ValueError(f"window and patience must be at least 1, horizon at least {_DRIFT_WARMUP}.")
+        keep_as_floats(self, "spike", "sigmas", "drift")
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.checks import check_number
+
 #: Values that a history holds at most: 16 MiB.
 _MAX_VALUES = 2**22
 
@@ -37,6 +39,7 @@ class ThinnedHistory:
     """
 
     def __init__(self, shape: Sequence[int] = (), capacity: int = 256) -> None:
+        check_number(whole=True, capacity=capacity)
         if capacity < 2 or capacity % 2:
             raise ValueError(f"capacity must be an even number, at least 2, got {capacity}.")
         self.capacity = capacity

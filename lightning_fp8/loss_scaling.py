@@ -6,12 +6,14 @@ layers from underflowing.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.formats import MAX_SCALE, MIN_SCALE
 from lightning_fp8.ranks import local_values
 
 LossScale = Literal["dynamic"] | float
@@ -24,16 +26,23 @@ class LossScaler:
     does neither.
 
     Args:
-        loss_scale: ``"dynamic"`` or a positive number.
+        loss_scale: ``"dynamic"`` or a positive number, from 2**-126 to 2**126: neither it nor its reciprocal, which the
+            gradients are multiplied by, leaves the normal numbers of fp32.
 
     Raises:
         ValueError: anything else.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
-        if loss_scale != "dynamic" and not (isinstance(loss_scale, (int, float)) and 0 < loss_scale < float("inf")):
-            raise ValueError(f"loss_scale must be 'dynamic', a positive number or None, got {loss_scale!r}.")
-        self.loss_scale = loss_scale
+        if loss_scale != "dynamic":
+            is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool)
+            if not is_number or not MIN_SCALE <= loss_scale <= MAX_SCALE:
+                raise ValueError(
+                    f"loss_scale must be 'dynamic', a positive number or None, got {loss_scale!r}; a number must lie "
+                    "between 2**-126 and 2**126."
+                )
+            loss_scale = float(loss_scale)
+        self.loss_scale: LossScale = loss_scale
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] | None = None
         self._unscaled: set[Optimizer] = set()
@@ -61,7 +70,7 @@ class LossScaler:
         elif self.loss_scale != "dynamic":
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if gradients:
-                torch._foreach_mul_(gradients, 1.0 / float(self.loss_scale))
+                torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer``, with its gradients unscaled."""

@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from lightning_fp8.checks import check_flag, check_number
-from lightning_fp8.formats import E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
+from lightning_fp8.checks import check_flag, check_number, check_text
+from lightning_fp8.formats import E4M3, E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 Role = Literal["input", "weight", "grad_output"]
@@ -50,6 +50,9 @@ OPERANDS_OF: dict[Gemm, tuple[Role, Role]] = {
 }
 #: Operand sizes must be multiples of this: 16 is cuBLASLt's rule for FP8, the others are the blocks' own lengths.
 SIZE_MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "1x128": 128, "128x128": 128, "1x32": 32}
+#: With a margin above this, even the largest value of an operand would be no normal number of E4M3, the format of at
+#: least one operand of every GEMM.
+MAX_MARGIN = math.floor(math.log2(E4M3.max / E4M3.smallest_normal))
 
 #: Named choices of formats, by role or by ``"gemm.role"``.
 FORMAT_CHOICES: dict[str, dict[str, str]] = {
@@ -205,7 +208,7 @@ class DelayedScaling(Recipe):
     Args:
         amax_history_len: how many steps are looked back on (Transformer Engine's default is 1024).
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
-        margin: headroom in powers of two; fractions are allowed.
+        margin: headroom in powers of two, at most 14; fractions are allowed.
         format: ``"hybrid"`` (gradients E5M2), ``"e4m3"``, ``"e5m2_grad_weight"``, or a mapping from roles (or
             ``"gemm.role"``) to formats.
         smoothing: weight of the previous scale in the new one, in [0, 1); 0.5 is half and half.
@@ -232,10 +235,9 @@ class DelayedScaling(Recipe):
         power_of_two: bool = False,
         reduce_amax: bool = True,
     ) -> None:
-        check_number(amax_history_len=amax_history_len, smoothing=smoothing)
+        check_number(whole=True, least=1, amax_history_len=amax_history_len)
+        check_number(smoothing=smoothing)
         check_flag(reduce_amax=reduce_amax)
-        if not amax_history_len >= 1 or amax_history_len % 1 != 0:
-            raise ValueError(f"amax_history_len must be at least 1, a whole number, got {amax_history_len}.")
         if amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}.")
         if not 0.0 <= smoothing < 1.0:
@@ -248,10 +250,11 @@ class DelayedScaling(Recipe):
         self.margin = _checked_margin(margin)
         self.format = format
         self.smoothing = smoothing
-        self.max_scale = max_scale
+        # An int may lie beyond the 64 bits that torch takes.
+        self.max_scale = float(max_scale) if max_scale is not None else None
         self.power_of_two = power_of_two
         self.reduce_amax = reduce_amax
-        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin, max_scale or MAX_SCALE)
+        self.casts = _uniform_casts(format, "tensorwise", power_of_two, margin, self.max_scale or MAX_SCALE)
 
 
 class StaticScaling(Recipe):
@@ -263,6 +266,7 @@ class StaticScaling(Recipe):
 
     Raises:
         ValueError: a scale is not a positive number, or a role is missing or unknown.
+        TypeError: a scale is no number.
     """
 
     name = "static"
@@ -271,7 +275,8 @@ class StaticScaling(Recipe):
     def __init__(self, scale: float | dict[str, float] = 1.0, format: str | dict[str, str] = "e4m3") -> None:
         by_role = dict(scale) if isinstance(scale, Mapping) else dict.fromkeys(ROLES, scale)
         if set(by_role) != set(ROLES):
-            raise ValueError(f"StaticScaling needs one scale for each of {', '.join(ROLES)}; got {sorted(by_role)}.")
+            got = sorted(map(str, by_role))
+            raise ValueError(f"StaticScaling needs one scale for each of {', '.join(ROLES)}; got {got}.")
         scales: dict[str, Any] = {f"scale of {role}": value for role, value in by_role.items()}
         check_number(**scales)
         if not all(MIN_SCALE <= value <= MAX_SCALE for value in by_role.values()):
@@ -282,7 +287,7 @@ class StaticScaling(Recipe):
 
     def scale_of(self, role: Role) -> float:
         """The constant scale of ``role``."""
-        return self.scale[role] if isinstance(self.scale, Mapping) else self.scale
+        return float(self.scale[role] if isinstance(self.scale, Mapping) else self.scale)
 
 
 class TensorwiseScaling(Recipe):
@@ -290,8 +295,12 @@ class TensorwiseScaling(Recipe):
 
     Args:
         format: as in :class:`DelayedScaling`.
-        margin: headroom in powers of two.
+        margin: headroom in powers of two, at most 14.
         power_of_two: round scales down to powers of two.
+
+    Raises:
+        ValueError: a setting is out of its range.
+        TypeError: a setting is of another type.
     """
 
     name = "tensorwise"
@@ -313,7 +322,11 @@ class RowwiseScaling(Recipe):
         grad_weight_high_precision: compute the weight gradient in the layer's own precision. The weight then takes one
             scale a tensor in the input-gradient GEMM, as torchao's ``rowwise_with_gw_hp`` does.
         power_of_two: round scales down to powers of two, as torchao's rowwise recipes do.
-        margin: headroom in powers of two.
+        margin: headroom in powers of two, at most 14.
+
+    Raises:
+        ValueError: a setting is out of its range.
+        TypeError: a setting is of another type.
     """
 
     name = "rowwise"
@@ -407,6 +420,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     if "name" not in settings:
         raise ValueError(f"A recipe's mapping needs a 'name', got {settings}: choose one of {', '.join(RECIPE_NAMES)}.")
     name = settings.pop("name")
+    check_text(name=name)
     if name in _PRESETS:
         preset = dict(_PRESETS[name])
         name = preset.pop("name")
@@ -414,7 +428,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     if name not in _CLASSES:
         raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
     known = [p for p in inspect.signature(_CLASSES[name].__init__).parameters if p != "self"]
-    unknown = sorted(set(settings) - set(known))
+    unknown = sorted(map(str, set(settings) - set(known)))
     if unknown:
         choices = ", ".join(known)
         raise ValueError(f"Recipe {name!r} has no setting {', '.join(unknown)}: choose among {choices}.")
@@ -447,7 +461,7 @@ def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role],
         choice = FORMAT_CHOICES[choice]
     uses = [(gemm, role) for gemm, roles in OPERANDS_OF.items() for role in roles]
     known_keys = {*ROLES, *(f"{gemm}.{role}" for gemm, role in uses)}
-    unknown = sorted(set(choice) - known_keys)
+    unknown = sorted(map(str, set(choice) - known_keys))
     if unknown:
         raise ValueError(
             f"Unknown operand {', '.join(unknown)} in format: choose among {', '.join(sorted(known_keys))}."
@@ -464,6 +478,9 @@ def _resolve_formats(choice: str | Mapping[str, str]) -> dict[tuple[Gemm, Role],
 
 def _checked_margin(margin: float) -> float:
     check_number(margin=margin)
-    if not (math.isfinite(margin) and margin >= 0):
-        raise ValueError(f"margin must be a number of powers of two, at least 0, got {margin}.")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise ValueError(
+            f"margin must be a number of powers of two from 0 to {MAX_MARGIN}, got {margin}: more headroom leaves next "
+            "to no FP8 codes for the values."
+        )
     return margin

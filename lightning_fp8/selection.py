@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_fp8.checks import check_flag, check_number
+from lightning_fp8.checks import as_patterns, check_flag, check_function, check_number
 from lightning_fp8.recipes import Recipe
 
 #: Wrappers put these parts into qualified names (torch.compile, FSDP1, activation checkpointing, DDP).
@@ -67,12 +67,11 @@ class LayerSelection:
             whole=True, keep_first_blocks=keep_first_blocks, keep_last_blocks=keep_last_blocks, min_size=min_size
         )
         check_flag(head=head)
-        if filter is not None and not callable(filter):
-            raise TypeError(f"filter must be a function of a layer and its name, got {filter!r}.")
-        if min(keep_first_blocks, keep_last_blocks, min_size) < 0:
-            raise ValueError("keep_first_blocks, keep_last_blocks and min_size must not be negative.")
-        self.include = _as_patterns("include", include)
-        self.exclude = _as_patterns("exclude", exclude)
+        check_function("a layer and its name", filter=filter)
+        if (least := min(keep_first_blocks, keep_last_blocks, min_size)) < 0:
+            raise ValueError(f"keep_first_blocks, keep_last_blocks and min_size must not be negative, got {least}.")
+        self.include = as_patterns("include", include)
+        self.exclude = as_patterns("exclude", exclude)
         self.filter = filter
         self.keep_first_blocks = keep_first_blocks
         self.keep_last_blocks = keep_last_blocks
@@ -242,12 +241,3 @@ def find_blocks(model: nn.Module, layers: Iterable[str]) -> list[str]:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _as_patterns(name: str, patterns: Iterable[str] | str | None) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    found = (patterns,) if isinstance(patterns, str) or not isinstance(patterns, Iterable) else tuple(patterns)
-    if not all(isinstance(pattern, str) for pattern in found):
-        raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
-    return found

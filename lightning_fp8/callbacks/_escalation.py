@@ -12,7 +12,7 @@ from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._samples import sample_indices
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted
-from lightning_fp8.recovery.events import EventLog
+from lightning_fp8.recovery.events import EventLog, rejected_batches
 from lightning_fp8.recovery.guard import Outcome, StepGuard
 from lightning_fp8.recovery.ladder import Ladder
 from lightning_fp8.recovery.snapshot import Snapshots
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOG_NAME = "recovery.jsonl"
 LAST_GOOD_NAME = "last-good.ckpt"
+#: How many the message of a stop names.
+_NAMED_BATCHES, _NAMED_LAYERS = 20, 3
 
 
 class Escalation:
@@ -134,12 +136,28 @@ class Escalation:
             self.rewind()
             path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
             self.trainer.save_checkpoint(path)
-            message += f"The last good state is in {path}: resume from it with other data (skip_batches={LOG_NAME!r}), "
+            message += f"The last good state is in {path}: resume from it"
         else:
-            message += "Resume from an earlier checkpoint with other data, "
-        message += "a lower learning rate, or the layers named above left in bf16."
+            message += "Resume from an earlier checkpoint"
+        *ways, last = self._other_ways(finding)
+        message += f" with {', '.join(ways)}, or {last}."
         self.events.add("stop", step=self.trainer.global_step, message=message)
         raise RecoveryExhausted(message)
+
+    def _other_ways(self, finding: Finding) -> list[str]:
+        """What the run that goes on may do differently."""
+        if self.events.path is not None:
+            batches = f"skip_batches={str(self.events.path.absolute())!r}"
+        else:
+            last = sorted(rejected_batches(self.events.recent))[-_NAMED_BATCHES:]
+            batches = f"skip_batches={last}, the last that were rejected: log=None kept no list of them"
+        ways = [f"other data ({batches})", "a lower learning rate"]
+        fp8 = self.guard.fp8.names
+        if finding.culprits[0].where in fp8:  # Otherwise the batch or the weights went wrong, and layers only show it.
+            layers = [name for name in finding.layers if name in fp8]
+            more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
+            ways.append(f"{', '.join(layers[:_NAMED_LAYERS])}{more} left in bf16 (LayerSelection's exclude)")
+        return ways
 
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
-from lightning_fp8.checks import check_flag, check_number
+from lightning_fp8.checks import as_patterns, check_flag, check_number
 from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
 from lightning_fp8.recipes import ROLES, Cast, Recipe, StaticScaling, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
@@ -55,6 +55,7 @@ class AmaxMonitor(LayerCallback):
 
     Raises:
         ValueError: a number makes no sense, or ``what_if`` without steps for statistics.
+        TypeError: a setting is of another type.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class AmaxMonitor(LayerCallback):
             end_step=end_step,
             picture_every=picture_every,
         )
-        check_number(whole=True, start_step=start_step, history=history)
+        check_number(whole=True, least=0, start_step=start_step)
+        check_number(whole=True, history=history)
         check_flag(per_layer=per_layer)
         if sample_rows is not None and sample_rows < 1:
             raise ValueError(f"sample_rows is {sample_rows}: give at least 1, or None for all rows.")
@@ -94,16 +96,21 @@ class AmaxMonitor(LayerCallback):
                 f"statistics_every_n_steps is {statistics_every_n_steps}: give a multiple of every_n_steps "
                 f"({every_n_steps or 1}), or None for no extra statistics."
             )
-        if what_if and statistics_every_n_steps is None:
+        if end_step is not None and end_step <= start_step:
+            raise ValueError(
+                f"end_step is {end_step}: give a step after start_step ({start_step}), or None for no end."
+            )
+        recipes = _recipes(what_if)
+        if recipes and statistics_every_n_steps is None:
             raise ValueError("what_if needs steps in which to look: set statistics_every_n_steps.")
         if picture_every is not None and picture_every < 1:
             raise ValueError(f"picture_every is {picture_every}: give at least 1, or None for no pictures.")
         if history < 2:
             raise ValueError(f"history is {history}: keep at least 2 readings.")
         self.every_n_steps = every_n_steps
-        self.layers = layers
+        self.layers = as_patterns("layers", layers) if layers is not None else None
         self.statistics_every_n_steps = statistics_every_n_steps
-        self.what_if = [get_recipe(recipe) for recipe in what_if]
+        self.what_if = recipes
         self.sample_rows = sample_rows
         self.start_step, self.end_step = start_step, end_step
         self.per_layer, self.picture_every = per_layer, picture_every
@@ -120,9 +127,8 @@ class AmaxMonitor(LayerCallback):
     @property
     def state_key(self) -> str:
         # Several may look at different layers, or at different steps.
-        layers = (self.layers,) if isinstance(self.layers, str) else self.layers and tuple(self.layers)
         statistics = self.statistics_every_n_steps
-        return self._generate_state_key(layers=layers, every_n_steps=self.every_n_steps, statistics=statistics)
+        return self._generate_state_key(layers=self.layers, every_n_steps=self.every_n_steps, statistics=statistics)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)
@@ -318,6 +324,15 @@ class OperandStatistics:
                         if value == value:
                             scalars[f"fp8/{self._telemetry.names[row]}/{role}/{prefix}{name}"] = value
         return scalars
+
+
+def _recipes(what_if: Any) -> list[Recipe]:
+    if not isinstance(what_if, Iterable) or isinstance(what_if, (str, Mapping)):
+        raise TypeError(f"what_if must be a list of recipes, got {what_if!r}.")
+    try:
+        return [get_recipe(recipe) for recipe in what_if]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"what_if is {what_if!r}: {error}") from error
 
 
 def _labels(recipes: Sequence[Recipe]) -> list[str]:

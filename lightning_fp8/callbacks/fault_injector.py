@@ -116,8 +116,9 @@ def _fault(given: Fault | Mapping[str, Any]) -> Fault:
         raise ValueError(f"The fault {values} lacks {' and '.join(missing)}.")
     check_number(whole=True, step=values["step"])
     check_number(whole=True, none=True, rank=values.get("rank"), bit=values.get("bit"))
-    check_number(value=values.get("value", 0.0))
-    check_number(none=True, factor=values.get("factor"))
+    for name in {"value", "factor"} & set(values):
+        check_number(none=name == "factor", **{name: values[name]})
+        values[name] = None if values[name] is None else float(values[name])
     if values.get("role") not in (None, *ROLES):
         raise ValueError(f"There is no role {values['role']!r}: choose among {', '.join(ROLES)}, or None for all.")
     return Fault(**values)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.callbacks._progress import show_worst_layer, skipped_steps
+from lightning_fp8.checks import check_flag
 from lightning_fp8.health import KINDS, Health, HealthEvent, HealthLimits, Kind, Reading
 from lightning_fp8.history import rows_of
 from lightning_fp8.recipes import ROLES
@@ -75,6 +76,7 @@ class FP8HealthMonitor(LayerCallback):
 
     Raises:
         ValueError: an unknown kind or action, or a limit that makes no sense.
+        TypeError: a setting is of another type.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class FP8HealthMonitor(LayerCallback):
         progress_bar: bool = True,
     ) -> None:
         super().__init__()
+        check_flag(progress_bar=progress_bar)
         self.actions = _actions(action)
         self.limits = HealthLimits(spike, window, sigmas, patience, drift)
         self.progress_bar = progress_bar
@@ -234,7 +237,7 @@ class FP8HealthMonitor(LayerCallback):
 
 def _actions(action: Action | Mapping[str, Action]) -> dict[Kind, Action]:
     given = dict(action) if isinstance(action, Mapping) else dict.fromkeys(KINDS, action)
-    unknown = sorted(set(given) - set(KINDS))
+    unknown = sorted(map(str, set(given) - set(KINDS)))
     if unknown:
         raise ValueError(f"Unknown kind of event {', '.join(unknown)}: choose among {', '.join(KINDS)}.")
     for value in given.values():

@@ -21,7 +21,7 @@ from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scale
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
-from lightning_fp8.checks import check_flag, check_number
+from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
@@ -96,6 +96,7 @@ class SkipBatchRecovery(Callback):
         self.ladder = Ladder(LadderSettings(skips, fallbacks, fallback_steps, fallback_backoff, rewinds, relearn, calm))
         check_number(whole=True, none=True, snapshot_every=snapshot_every)
         check_flag(retry=retry)
+        check_path(log=log)
         if hold_schedule is not None:
             check_flag(hold_schedule=hold_schedule)
         if mode not in ("auto", "fast", "exact"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
-from lightning_fp8.checks import check_number
+from lightning_fp8.checks import check_number, check_path, check_text
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
 from lightning_fp8.recipes import ROLES, Recipe
@@ -45,7 +45,8 @@ class FP8Report(LayerCallback):
         title: heading of the page.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is too small.
+        TypeError: a setting is of another type.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class FP8Report(LayerCallback):
         title: str = "FP8 training report",
     ) -> None:
         super().__init__()
-        check_number(whole=True, every_n_steps=every_n_steps, history=history, max_layers=max_layers)
-        if min(every_n_steps, max_layers) < 1 or history < 2:
-            raise ValueError("every_n_steps and max_layers must be at least 1, history at least 2.")
+        check_path(path=path)
+        check_number(whole=True, least=1, every_n_steps=every_n_steps, max_layers=max_layers)
+        check_number(whole=True, least=2, history=history)
+        check_text(title=title)
         self.path = Path(path) if path is not None else None
         self.every_n_steps = every_n_steps
         self.history = history
@@ -69,7 +71,7 @@ class FP8Report(LayerCallback):
         self._names: list[str] = []
         self._recipe_of: list[Any] = []
         self._layers: ThinnedHistory | None = None
-        self._curves = ThinnedHistory((len(_CURVES),), history // 2 * 2)
+        self._curves = ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), history))
         self._last: Readout | None = None
         self._clock: tuple[float, int] | None = None
         self._paused = 0.0

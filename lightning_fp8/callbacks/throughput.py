@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_fp8.checks import check_number
+from lightning_fp8.checks import check_function, check_number
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.flops import Flops, StepFlops
 from lightning_fp8.tuning.peaks import Peak, peak_of
@@ -50,7 +51,8 @@ class FP8Throughput(Callback):
         metrics: the last reading.
 
     Raises:
-        ValueError: a number is not positive, or the unit is unknown.
+        ValueError: a number is not positive and finite, or the unit is unknown.
+        TypeError: a setting is of another type.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class FP8Throughput(Callback):
         peak: tuple[float, float] | None = None,
         price_per_device_hour: float | None = None,
     ) -> None:
-        numbers: dict[str, Any] = {"every_n_steps": every_n_steps, "price_per_device_hour": price_per_device_hour}
-        numbers |= {"peak": min(peak) if peak else None}
-        check_number(none=True, **numbers)
-        for name, number in numbers.items():
-            if number is not None and number <= 0:
-                raise ValueError(f"{name} must be positive, got {number!r}.")
+        check_number(whole=True, none=True, least=1, every_n_steps=every_n_steps)
+        check_number(none=True, price_per_device_hour=price_per_device_hour)
+        if price_per_device_hour is not None and not 0 < price_per_device_hour < math.inf:
+            raise ValueError(f"price_per_device_hour must be positive and finite, got {price_per_device_hour!r}.")
+        check_function("a batch", count=count, flops=flops)
+        if peak is not None:
+            _check_peak(peak)
         if unit not in ("auto", "tokens", "samples"):
             raise ValueError(f"unit must be 'auto', 'tokens' or 'samples', got {unit!r}.")
         if unit == "auto" and count is not None:
@@ -235,6 +238,15 @@ class FP8Throughput(Callback):
             return Peak(*self.peak, bandwidth=float("nan"))
         device = trainer.strategy.root_device
         return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def _check_peak(peak: Any) -> None:
+    if not isinstance(peak, (tuple, list)) or len(peak) != 2:
+        raise TypeError(f"peak must be two numbers in TFLOP/s, (bf16, fp8), or None, got {peak!r}.")
+    bf16, fp8 = peak
+    check_number(**{"peak of bf16": bf16, "peak of fp8": fp8})
+    if not all(0 < rate < math.inf for rate in peak):
+        raise ValueError(f"peak must be two positive and finite numbers in TFLOP/s, (bf16, fp8), got {peak!r}.")
 
 
 class _Clock:

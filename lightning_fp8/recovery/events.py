@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_fp8.checks import check_number
+
 #: Lines kept in memory for the report.
 RECENT = 1000
 #: Actions after which the batch was, or could have been, taken.
@@ -59,16 +61,20 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: where there is no such file.
-        ValueError: where another line is no JSON.
+        ValueError: where another line is no event.
     """
     lines = Path(path).read_text().splitlines()
     events = []
     for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: not an event log ({error}).") from error
+            continue
+        if not isinstance(event, dict) or "event" not in event:
+            raise ValueError(f"{path}, line {number}: not an event log (it names no event).")
+        events.append(event)
     return events
 
 
@@ -85,15 +91,21 @@ def batches_to_leave_out(given: Iterable[tuple[int, int]] | str | os.PathLike[st
     """What ``skip_batches`` means: pairs (epoch, batch index), or the path of an event log, for those rejected there.
 
     Raises:
-        ValueError: something else is given.
+        TypeError: something else is given.
+        ValueError: what is given holds something else.
         FileNotFoundError: there is no such log.
     """
     if isinstance(given, (str, os.PathLike)):
         return rejected_batches(read_events(given))
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"skip_batches must be a list of pairs (epoch, batch index) or an event log's path, got {given!r}."
+        )
     batches = set()
     for pair in given:
         try:
             epoch, batch = pair
+            check_number(whole=True, least=0, epoch=epoch, batch=batch)
             batches.add((int(epoch), int(batch)))
         except (TypeError, ValueError) as error:
             raise ValueError(

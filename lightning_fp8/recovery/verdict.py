@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.checks import check_number
+from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import on_cpu
@@ -75,6 +75,7 @@ class Thresholds:
             raise ValueError(f"warmup is {self.warmup}: choose it from 2 to window ({self.window}).")
         if not 0 <= self.floor < math.inf:
             raise ValueError(f"floor is {self.floor}: give a fraction of the median, 0 or above.")
+        keep_as_floats(self, "spike", "floor", "amax_jump")
 
 
 class SpikeStatistics:

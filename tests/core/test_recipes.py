@@ -8,13 +8,15 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fp8
-from lightning_fp8.formats import E4M3, E5M2, MAX_SCALE
+from lightning_fp8.formats import E4M3, E5M2, MAX_SCALE, compute_scale
 from lightning_fp8.recipes import (
     GEMMS_OF,
+    MAX_MARGIN,
     OPERANDS_OF,
     RECIPE_NAMES,
     ROLES,
@@ -29,6 +31,8 @@ from lightning_fp8.recipes import (
     TensorwiseScaling,
     get_recipe,
 )
+from lightning_fp8.scaling import ScalingState
+from lightning_fp8.statistics import AMAX, SCALE, StatisticsTable
 
 OBJECTS = [
     DelayedScaling(),
@@ -220,13 +224,15 @@ def test_no_cast_as_text() -> None:
 # --- bad settings ----------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
-    (DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be at least 1, a whole number, got 0"),
+    (DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be at least 1, got 0"),
     (DelayedScaling, {"amax_history_len": -3}, "at least 1"),
-    (DelayedScaling, {"amax_history_len": 1.5}, "whole number"),
+    (DelayedScaling, {"amax_history_len": 10**30}, "amax_history_len must be a number that fits 64 bits"),
     (DelayedScaling, {"amax_compute_algo": "mean"}, "'max' or 'most_recent'"),
-    (DelayedScaling, {"margin": -1.0}, "at least 0"),
-    (DelayedScaling, {"margin": math.nan}, "at least 0"),
-    (DelayedScaling, {"margin": math.inf}, "at least 0"),
+    (DelayedScaling, {"margin": -1.0}, "margin must be .* from 0 to 14, got -1.0"),
+    (DelayedScaling, {"margin": math.nan}, "from 0 to 14"),
+    (DelayedScaling, {"margin": math.inf}, "from 0 to 14"),
+    (DelayedScaling, {"margin": 200}, "from 0 to 14, got 200"),
+    (DelayedScaling, {"margin": 10**400}, "margin must be a number that fits a float"),
     (DelayedScaling, {"smoothing": 1.0}, r"smoothing must lie in \[0, 1\)"),
     (DelayedScaling, {"smoothing": -0.1}, r"\[0, 1\)"),
     (DelayedScaling, {"smoothing": math.nan}, r"\[0, 1\)"),
@@ -235,14 +241,18 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
     (DelayedScaling, {"max_scale": math.inf}, "max_scale must"),
     (DelayedScaling, {"max_scale": math.nan}, "max_scale must"),
     (DelayedScaling, {"max_scale": 1e60}, "max_scale must"),
+    (DelayedScaling, {"max_scale": 10**60}, "max_scale must"),
     (DelayedScaling, {"max_scale": 1e-60}, "max_scale must"),
     (DelayedScaling, {"format": "e5m2"}, "choose 'hybrid', 'e4m3', 'e5m2_grad_weight', or give a mapping"),
     (DelayedScaling, {"format": None}, "choose 'hybrid'"),
     (DelayedScaling, {"format": {"gradient": "e5m2"}}, "choose among .*grad_output"),
+    (DelayedScaling, {"format": {3: "e5m2", "gradient": "e5m2"}}, "choose among .*grad_output"),
     (DelayedScaling, {"format": {"output.grad_output": "e5m2"}}, "choose among"),
     (DelayedScaling, {"format": {"input": "fp8"}}, "choose 'e4m3' or 'e5m2'"),
-    (TensorwiseScaling, {"margin": -0.5}, "at least 0"),
-    (RowwiseScaling, {"margin": -0.5}, "at least 0"),
+    (TensorwiseScaling, {"margin": -0.5}, "from 0 to 14"),
+    (TensorwiseScaling, {"margin": 14.1}, "from 0 to 14, got 14.1"),
+    (RowwiseScaling, {"margin": -0.5}, "from 0 to 14"),
+    (RowwiseScaling, {"margin": 200}, "from 0 to 14"),
     (RowwiseScaling, {"format": "e3m4"}, "choose 'hybrid'"),
     (BlockwiseScaling, {"format": "e3m4"}, "choose 'hybrid'"),
     (MXFP8Scaling, {"format": "e3m4"}, "choose 'hybrid'"),
@@ -254,6 +264,7 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
     (StaticScaling, {"scale": 1e-300}, "between"),
     (StaticScaling, {"scale": {"input": 1.0}}, "one scale for each of input, weight, grad_output"),
     (StaticScaling, {"scale": {"input": 1.0, "weight": 1.0, "output": 1.0}}, "one scale for each"),
+    (StaticScaling, {"scale": {"input": 1.0, 3: 1.0}}, "one scale for each"),
 ]
 
 
@@ -274,6 +285,8 @@ def test_bad_settings_name_the_remedy(cls: type[Recipe], settings: dict[str, Any
         ({"name": "delayed", "length": 3}, ValueError, "no setting length: choose among amax_history_len"),
         ({"name": "mxfp8", "margin": 1.0}, ValueError, "no setting margin: choose among format"),
         ({"name": "rowwise_gw_hp", "self": 1}, ValueError, "no setting self"),
+        ({"name": "delayed", 3: 1, "length": 3}, ValueError, "no setting 3, length"),
+        ({"name": ["delayed"]}, TypeError, r"name must be text, got \['delayed'\]"),
         (3, TypeError, "A recipe is a name, a mapping or a Recipe object, got int"),
         (None, TypeError, "got NoneType"),
         (DelayedScaling, TypeError, r"write DelayedScaling\(\)"),
@@ -314,6 +327,8 @@ def test_a_class_path_that_a_command_line_left_as_it_was() -> None:
         ("delayed", "amax_history_len", "16"),
         ("delayed", "amax_history_len", None),
         ("delayed", "amax_history_len", True),
+        ("delayed", "amax_history_len", 1.0),
+        ("delayed", "amax_history_len", math.inf),
         ("delayed", "margin", "0.5"),
         ("delayed", "smoothing", "half"),
         ("delayed", "max_scale", "1e4"),
@@ -335,5 +350,23 @@ def test_settings_of_another_type_are_refused(name: str, setting: str, value: An
 def test_a_format_of_another_type_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown format"):
         DelayedScaling(format=["e4m3"])
-    with pytest.raises(ValueError, match="whole number"):
-        DelayedScaling(amax_history_len=math.inf)
+
+
+def test_the_largest_margin_keeps_operands_within_the_formats() -> None:
+    recipe = TensorwiseScaling("e4m3", margin=MAX_MARGIN)
+    cast = recipe.casts["input"].straight
+    assert cast is not None
+    amax = torch.tensor([1e-30, 1.0, 1e30])
+    codes = amax * compute_scale(amax, cast.format.max, cast.margin)
+    assert (codes >= cast.format.smallest_normal).all() and (codes < 2 * cast.format.smallest_normal).all()
+
+
+def test_ints_beyond_64_bits_are_numbers_like_others() -> None:
+    """torch takes none, so that they failed at the first scale."""
+    delayed, static = DelayedScaling(max_scale=10**30), StaticScaling(10**30)
+    assert delayed == DelayedScaling(max_scale=1e30)
+    for recipe in (delayed, static):
+        state = ScalingState(recipe, StatisticsTable(["layer"]))
+        state.table.data[..., AMAX] = 1e-35
+        state.step()
+        assert (state.table.data[..., SCALE] == torch.tensor(1e30)).all()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -184,11 +186,33 @@ def test_a_model_without_linear_layers_is_well() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"spike": 1.0}, {"spike": math.nan}, {"sigmas": 0.0}, {"window": 0}, {"patience": 0}, {"drift": -1.0}]
+    ("bad", "error"),
+    [
+        ({"spike": 1.0}, ValueError),
+        ({"spike": math.nan}, ValueError),
+        ({"spike": 10**400}, ValueError),
+        ({"sigmas": 0.0}, ValueError),
+        ({"window": 0}, ValueError),
+        ({"window": 4.0}, TypeError),
+        ({"patience": 0}, ValueError),
+        ({"patience": 10.0}, TypeError),
+        ({"horizon": 99}, ValueError),
+        ({"horizon": 10**30}, ValueError),
+        ({"drift": -1.0}, ValueError),
+        ({"drift": True}, TypeError),
+    ],
 )
-def test_limits_that_make_no_sense_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="|".join(bad)):
+def test_limits_that_make_no_sense_are_refused(bad: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"^{next(iter(bad))} .*{re.escape(str(next(iter(bad.values()))))}"):
         HealthLimits(**bad)
+
+
+def test_limits_may_be_ints_of_any_size() -> None:
+    health = Health([0], torch.full((1, 3), math.inf), HealthLimits(10**30, 1, 10**30, 1, 10**30))
+    for amax in (1.0, 2.0):
+        found, _ = health.observe(torch.full((1, 3), amax), torch.zeros(1, 3))
+        health.commit()
+    assert not found.any()
 
 
 def test_events_survive_as_plain_values() -> None:

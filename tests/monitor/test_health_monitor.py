@@ -161,10 +161,25 @@ def test_recover_hands_over_the_verdict_before_the_step() -> None:
     assert rejecter.flags == [False, False, True, False]
 
 
-@pytest.mark.parametrize(("action", "named"), [("shout", "'shout'"), ({"noise": "warn"}, "noise")])
+@pytest.mark.parametrize(
+    ("action", "named"),
+    [("shout", "'shout'"), (5, "5"), ({"noise": "warn"}, "noise"), ({"noise": "warn", 3: "warn"}, "3")],
+)
 def test_unknown_kinds_and_actions_are_refused(action: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         FP8HealthMonitor(action)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"progress_bar": "false"}, "progress_bar must be true or false, got 'false'"),
+        ({"window": 4.0}, "window must be a whole number"),
+    ],
+)
+def test_settings_of_another_type_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(TypeError, match=named):
+        FP8HealthMonitor(**settings)
 
 
 def test_steps_that_recovery_takes_back_do_not_count() -> None:

@@ -162,10 +162,26 @@ def test_resuming_goes_on_with_the_curves(tmp_path: Path) -> None:
     assert torch.equal(resumed._curves.values[:, 0], whole._curves.values[:, 0])
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for settings in ({"every_n_steps": 0}, {"history": 1}, {"max_layers": 0}):
-        with pytest.raises(ValueError, match="at least"):
-            FP8Report(**settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        ({"history": 1}, "history must be at least 2, got 1"),
+        ({"history": 4.0}, "history must be a whole number"),
+        ({"max_layers": 0}, "max_layers must be at least 1, got 0"),
+        ({"max_layers": 2.0}, "max_layers must be a whole number"),
+        ({"path": 5}, "path must be a path or None, got 5"),
+        ({"title": 5}, "title must be text, got 5"),
+        ({"title": None}, "title must be text, got None"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=named):
+        FP8Report(**settings)
+
+
+def test_a_history_of_any_length_takes_bounded_memory() -> None:
+    assert FP8Report(history=2**40)._curves.capacity < 2**22
 
 
 def test_colours() -> None:

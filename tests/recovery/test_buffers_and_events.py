@@ -110,6 +110,9 @@ def test_a_broken_log_is_refused(tmp_path):
     path.write_text('not json\n{"event": "x"}\n')
     with pytest.raises(ValueError, match="line 1"):
         read_events(path)
+    path.write_text('{"event": "x"}\n{"loss": 1}\n')
+    with pytest.raises(ValueError, match="line 2: not an event log"):
+        read_events(path)
 
 
 def test_memory_of_the_log_is_bounded_and_other_ranks_write_nothing(tmp_path):

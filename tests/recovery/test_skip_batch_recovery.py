@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -337,6 +339,42 @@ def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
     assert len(again) >= 2 and trainer.global_step == 60 and math.isfinite(test_loss(model))
 
 
+def last_words(tmp_path, fault, **settings) -> str:
+    """What a run says that stops at its third bad step."""
+    faults = [Fault(fault, step, "net.0" if fault == "activation" else None) for step in range(20, 40)]
+    callback = recovery(skips=2, fallbacks=0, rewinds=0, **settings)
+    with pytest.raises(RecoveryExhausted) as stopped:
+        fit(
+            tmp_path,
+            [FaultInjector(faults), callback],
+            model=TwoBlocks(),
+            plugins=[FP8Precision()],
+            logger=CSVLogger(tmp_path),
+        )
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("log", "where"),
+    [("auto", "lightning_logs/version_0/recovery.jsonl"), ("ladder.jsonl", "ladder.jsonl"), (None, None)],
+)
+@pytest.mark.parametrize("snapshots", [None, 10])
+def test_a_stop_says_how_to_leave_out_the_bad_batches(tmp_path, monkeypatch, log, where, snapshots):
+    """Taken at its word, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    message = last_words(tmp_path, "batch", log=log, snapshot_every=snapshots)
+    monkeypatch.chdir("/")
+    advice = ast.literal_eval(re.search(r"skip_batches=('[^']*'|\[.*?\])", message)[1])
+    assert SkipBatchRecovery(skip_batches=advice).skip_batches == {(0, 20), (0, 21), (0, 22)}
+    assert advice == (str(tmp_path / where) if where else [(0, 20), (0, 21), (0, 22)])
+    assert message.endswith(", or a lower learning rate."), "no layer was at fault"
+
+
+def test_a_stop_names_the_layers_at_fault(tmp_path):
+    message = last_words(tmp_path, "activation")
+    assert message.endswith(", a lower learning rate, or net.2 left in bf16 (LayerSelection's exclude).")
+
+
 RETRIED = {"plain": {}, "constant": {"loss_scale": 1024.0}, "dynamic": {"precision": "16-mixed"}}
 
 
@@ -404,6 +442,14 @@ def test_overflow_of_the_loss_scale_is_the_scalers_affair(tmp_path):
         ({"skips": -1}, "skips"),
         ({"warmup": 500}, "warmup"),
         ({"skip_batches": [3]}, "pairs"),
+        ({"skip_batches": ["12"]}, "skip_batches holds '12'"),
+        ({"skip_batches": [(0, 1.5)]}, "skip_batches holds"),
+        ({"skip_batches": 5}, r"skip_batches must be a list of pairs .* path, got 5"),
+        ({"skip_batches": None}, "skip_batches must be a list of pairs"),
+        ({"log": 5}, "log must be a path or None, got 5"),
+        ({"window": 50.0}, r"window must be a whole number \(int\), got 50.0"),
+        ({"skips": 10**30}, "skips must be a number that fits 64 bits"),
+        ({"floor": 10**400}, "floor must be a number that fits a float"),
         ({"spike": "10"}, "spike must be a number"),
         ({"skips": 1.5}, "skips must be a whole number"),
         ({"snapshot_every": 2.5}, "snapshot_every must be a whole number"),
@@ -450,8 +496,10 @@ def test_the_injector_refuses_what_it_cannot_plant(tmp_path):
         ([{"kind": "batch"}], "lacks step"),
         (["batch"], "a mapping with its fields, got 'batch'"),
         ({"kind": "batch", "step": 1}, "a list of faults"),
-        ([{"kind": "batch", "step": "1"}], "step must be a whole number, got '1'"),
+        ([{"kind": "batch", "step": "1"}], r"step must be a whole number \(int\), got '1'"),
         ([Fault("loss", 1, factor="10")], "factor must be a number"),
+        ([Fault("loss", 1.0)], "step must be a whole number"),
+        ([Fault("batch", 1, value=None)], "value must be a number, got None"),
         ([Fault("amax", 1, "net.0", role="inputs")], "no role 'inputs': choose among input"),
     ],
 )

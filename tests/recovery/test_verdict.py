@@ -100,6 +100,11 @@ def test_of_bad_gradients_the_last_is_the_cause():
     assert [c.where for c in finding.culprits] == ["p1", "p0"]
 
 
+def test_thresholds_may_be_ints_of_any_size():
+    verdict = make_judge(spike=10**30, floor=10**30, warmup=2, window=4)
+    assert [judge(verdict, loss, [1.0, 1.0])[0] for loss in (1.0, 1.0, 1.0, 50.0)] == [False] * 4
+
+
 def test_a_nan_never_poisons_later_verdicts():
     judge_ = make_judge(warmup=4, window=8)
     for _ in range(6):

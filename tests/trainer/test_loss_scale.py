@@ -67,6 +67,7 @@ def test_a_constant_works_in_every_precision() -> None:
 def test_sixteen_mixed_is_dynamic_by_default() -> None:
     assert plugin(precision="16-mixed").settings.loss_scaler.loss_scale == "dynamic"
     assert plugin(precision="16-mixed", loss_scale=8.0).settings.loss_scaler.loss_scale == 8.0
+    assert LossScaler(10**30).scale(torch.tensor(2.0)) == 2e30  # torch itself takes no int beyond 64 bits.
     assert plugin().settings.loss_scaler is None
 
 

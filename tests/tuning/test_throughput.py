@@ -224,15 +224,28 @@ def test_a_failing_first_batch_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1 or None, got 0"),
+        ({"every_n_steps": 2.5}, "every_n_steps must be a whole number"),
+        ({"every_n_steps": float("nan")}, "every_n_steps must be a whole number"),
+        ({"every_n_steps": float("inf")}, "every_n_steps must be a whole number"),
         ({"price_per_device_hour": -1.0}, "price_per_device_hour"),
+        ({"price_per_device_hour": float("nan")}, "price_per_device_hour must be positive and finite, got nan"),
+        ({"price_per_device_hour": float("inf")}, "price_per_device_hour must be positive and finite, got inf"),
+        ({"flops": -1}, "flops must be a function of a batch or None, got -1"),
+        ({"count": 5, "unit": "tokens"}, "count must be a function of a batch or None, got 5"),
         ({"peak": (1.0, 0.0)}, "peak"),
+        ({"peak": (1.0, float("nan"))}, "peak must be two positive and finite numbers"),
+        ({"peak": {}}, r"peak must be two numbers in TFLOP/s, \(bf16, fp8\), or None, got \{\}"),
+        ({"peak": {"bf16": 1}}, r"peak must be two numbers .* got \{'bf16': 1\}"),
+        ({"peak": (1.0,)}, "peak must be two numbers"),
+        ({"peak": 5}, "peak must be two numbers"),
+        ({"peak": ("1", 2.0)}, "peak of bf16 must be a number, got '1'"),
         ({"unit": "bytes"}, "unit"),
         ({"count": len}, "unit"),
     ],
 )
 def test_wrong_values(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises((ValueError, TypeError), match=word):
         FP8Throughput(**settings)
 
 
