@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class SkipBatchRecovery(Callback):
                 "accumulate_grad_batches."
             )
         self._releases = [
-            CaughtSteps(trainer, pl_module, self._leave_out).release,
+            CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
         ]
         path = self.log_path
@@ -313,9 +314,10 @@ class SkipBatchRecovery(Callback):
         escalation = self._escalation
         return escalation is not None and escalation.doubtful(alone=self._ended) and escalation.go_back_before_a_save()
 
-    def _leave_out(self, reason: str) -> None:
+    def _leave_out(self, trainer: pl.Trainer, reason: str) -> None:
         self._running().reject_step()
-        self.events.add("left_out", reason=reason, batch=self._batches[-1] if self._batches else None)
+        batch = self._batches[-1] if self._batches else None
+        self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason, batch=batch)
 
     def _try_again(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, context: dict[str, Any]

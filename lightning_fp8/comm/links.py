@@ -15,8 +15,9 @@ Link = Literal["cpu", "nvlink", "network"]
 NEVER = 2**62
 
 #: Messages with fewer values go in bf16, unless the user names another threshold.
-#: ``nvlink``: on two H200s an all-reduce of fp32 values is faster in FP8 from 64 to 128 Mi on, by how far ahead the host
-#: is (docs/benchmarks/comm-nccl.md), but a step with bf16 gradients, which bf16 sends as they are, became 2 to 3% slower (comm-step.md).
+#: ``nvlink``: on two H200s an all-reduce of fp32 values is faster in FP8 from 64 to 128 Mi on, as the host is quick
+#: (docs/benchmarks/comm-nccl.md), but a step with bf16 gradients, which bf16 sends as they are, became 2 to 3% slower
+#: (comm-step.md).
 #: ``network``: below this the scales' and the padding's share and the extra launches outweigh the bytes.
 #: ``cpu``: whoever trains on CPU ranks and asks for FP8 has a slow link; only what is lost in padding goes in bf16.
 DEFAULT_MIN_NUMEL: dict[Link, int] = {"cpu": 2**12, "nvlink": NEVER, "network": 2**16}

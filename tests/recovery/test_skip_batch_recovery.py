@@ -195,6 +195,10 @@ def test_users_can_leave_a_batch_out(tmp_path, way, mode):
     events = rejected(callback)
     assert [(event["batches"], event["action"]) for event in events] == [([5], "skip")], "it never climbs the ladder"
     assert events[0]["verdict"] == ("no_loss" if way == "none" else "rejected")
+    left_out = [event for event in callback.events.recent if event["event"] == "left_out"]
+    assert len(left_out) == (way == "exception")
+    for event in left_out:
+        assert [event[key] for key in ("step", "epoch", "batch")] == [events[0]["step"], 0, 5]
     assert math.isfinite(test_loss(model)) and trainer.global_step == 30
     assert "training_step" not in model.__dict__, "the module is left as it was"
 
