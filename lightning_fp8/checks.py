@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -35,10 +35,13 @@ def check_number(*, whole: bool = False, none: bool = False, least: int | None =
 
 
 def _fits(value: Any, whole: bool) -> bool:
+    if whole:
+        return bool(abs(value) < 2**63)
     try:
-        return abs(value) < 2**63 if whole else isinstance(float(value), float)
+        float(value)
     except OverflowError:
         return False
+    return True
 
 
 def keep_as_floats(settings: object, *names: str) -> None:
@@ -53,15 +56,17 @@ def keep_as_floats(settings: object, *names: str) -> None:
         object.__setattr__(settings, name, None if value is None else float(value))
 
 
-def check_flag(**settings: Any) -> None:
+def check_flag(*, none: bool = False, **settings: Any) -> None:
     """Look whether settings are true or false; the text ``"false"`` would count as true.
+
+    Args:
+        none: ``None`` will do too.
+        settings: by name.
 
     Raises:
         TypeError: one is no bool.
     """
-    for name, value in settings.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be true or false, got {value!r}.")
+    _check("true or false", lambda value: isinstance(value, bool) or (none and value is None), settings)
 
 
 def check_text(**settings: Any) -> None:
@@ -70,9 +75,7 @@ def check_text(**settings: Any) -> None:
     Raises:
         TypeError: one is not.
     """
-    for name, value in settings.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be text, got {value!r}.")
+    _check("text", lambda value: isinstance(value, str), settings)
 
 
 def check_path(**settings: Any) -> None:
@@ -81,9 +84,7 @@ def check_path(**settings: Any) -> None:
     Raises:
         TypeError: one is neither.
     """
-    for name, value in settings.items():
-        if value is not None and not isinstance(value, (str, os.PathLike)):
-            raise TypeError(f"{name} must be a path or None, got {value!r}.")
+    _check("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike)), settings)
 
 
 def check_function(of: str, **settings: Any) -> None:
@@ -96,9 +97,13 @@ def check_function(of: str, **settings: Any) -> None:
     Raises:
         TypeError: one is neither.
     """
+    _check(f"a function of {of} or None", lambda value: value is None or callable(value), settings)
+
+
+def _check(kind: str, fits: Callable[[Any], bool], settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} must be a function of {of} or None, got {value!r}.")
+        if not fits(value):
+            raise TypeError(f"{name} must be {kind}, got {value!r}.")
 
 
 def as_patterns(name: str, patterns: Iterable[str] | str | None) -> tuple[str, ...]:

@@ -37,11 +37,13 @@ def compile(
     With scales of tensors or rows (``delayed``, ``static``, ``tensorwise``, ``rowwise``), the elementwise operations
     before a cast, such as an activation or the end of a norm, and their gradients, become part of the cast's kernels,
     so that their result is never written to memory in 16 bits. Values are then rounded where Inductor rounds them
-    within a kernel of its own. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the
-    cast's tiles (64 rows, 64 columns), are left alone.
+    within a kernel of its own. With scales of blocks (``blockwise``) that holds for matrices side by side, such as the
+    gradients of gate and up. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the cast's
+    tiles (64 rows, 64 columns; with blocks 128), are left alone.
 
     Forward keeps an FP8 copy of every operand for backward. With stored scales, ``recompute`` lets backward make such
-    copies itself, from what is kept for other reasons: the same codes for less memory.
+    copies itself, from what is kept for other reasons: the same codes of what is cast, for less memory. A sum that is
+    kept for it is read in forward too as it was rounded to be kept.
 
     Args:
         model: a module or a function.

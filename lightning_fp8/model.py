@@ -195,8 +195,7 @@ def convert_model(
     """
     check_tokens(tokens)
     check_flag(autocast_only=autocast_only)
-    if compiled is not None:
-        check_flag(compiled=compiled)
+    check_flag(none=True, compiled=compiled)
     recipe, selection = get_recipe(recipe), _checked_selection(layers)
     where = torch.device(device) if device is not None else _device_of(model)
     choice = resolve_backend(backend, recipe, where)

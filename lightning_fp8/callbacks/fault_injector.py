@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_fp8.checks import check_number
+from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.recovery import faults
 from lightning_fp8.recovery.faults import Fault, InjectedFault
@@ -116,12 +116,13 @@ def _fault(given: Fault | Mapping[str, Any]) -> Fault:
         raise ValueError(f"The fault {values} lacks {' and '.join(missing)}.")
     check_number(whole=True, step=values["step"])
     check_number(whole=True, none=True, rank=values.get("rank"), bit=values.get("bit"))
-    for name in {"value", "factor"} & set(values):
-        check_number(none=name == "factor", **{name: values[name]})
-        values[name] = None if values[name] is None else float(values[name])
+    check_number(value=values.get("value", 0.0))
+    check_number(none=True, factor=values.get("factor"))
     if values.get("role") not in (None, *ROLES):
         raise ValueError(f"There is no role {values['role']!r}: choose among {', '.join(ROLES)}, or None for all.")
-    return Fault(**values)
+    fault = Fault(**values)
+    keep_as_floats(fault, "value", "factor")
+    return fault
 
 
 def _module(root: nn.Module, name: str) -> nn.Module:

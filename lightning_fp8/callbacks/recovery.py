@@ -97,9 +97,8 @@ class SkipBatchRecovery(Callback):
         self.ladder = Ladder(LadderSettings(skips, fallbacks, fallback_steps, fallback_backoff, rewinds, relearn, calm))
         check_number(whole=True, none=True, snapshot_every=snapshot_every)
         check_flag(retry=retry)
+        check_flag(none=True, hold_schedule=hold_schedule)
         check_path(log=log)
-        if hold_schedule is not None:
-            check_flag(hold_schedule=hold_schedule)
         if mode not in ("auto", "fast", "exact"):
             raise ValueError(f"mode is {mode!r}: choose 'auto', 'fast' or 'exact'.")
         if mode == "fast" and hold_schedule:

@@ -1,9 +1,8 @@
 """Triton kernels that compute the values they cast: their source, written for each expression.
 
 A kernel of this kind is one of ``triton_stored``, ``triton_data`` or ``triton_block``, with functions of its own for
-the values of a tile.
-Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as Inductor does within a
-kernel.
+the values of a tile. Arithmetic is in fp32, rounded once, to the dtype of the matrix that is not written any more: as
+Inductor does within a kernel.
 """
 
 from __future__ import annotations

@@ -168,26 +168,26 @@ class KernelOfCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        launched = kernel_of(self.node)
-        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, launched.fn)
-        arguments, share, warps = launch_of(launched.fn, self.arguments, source, launched.configs[0].num_warps)
+        launched = kernel_of(self.node).fn
+        source = folded_source.write(self.pieces, self.x.meta["val"].dtype, launched)
+        arguments, share, warps = launch_of(launched, self.arguments, source)
+        memory = {f"x{index}": read for index, read in enumerate(source.inputs)}
         kernel = getattr(folded_source.load(source.text), source.name)
-        relaunch(
-            self.node, kernel, {**{f"x{i}": read for i, read in enumerate(source.inputs)}, **arguments}, share, warps
-        )
+        relaunch(self.node, kernel, {**memory, **arguments}, share, warps)
 
 
-def launch_of(kernel: Any, arguments: Mapping[str, Any], source: Source, warps: int) -> tuple[dict[str, Any], int, int]:
+def launch_of(kernel: Any, arguments: Mapping[str, Any], source: Source) -> tuple[dict[str, Any], int, int | None]:
     """How to launch ``source`` in the place of ``kernel``.
 
     Returns:
-        Its arguments but for the memory it reads, how many programs of before one of it stands for, and its warps.
+        Its arguments but for the memory it reads, how many programs of before one of it stands for, and its warps:
+        ``None`` for as many as before.
     """
     from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE
     from lightning_fp8.kernels.triton_data import amax_partials
 
     named = {name: value for name, value in arguments.items() if name not in OF_THE_MATRIX}
-    share = source.pieces
+    share, warps = source.pieces, None
     if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
         # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
         share = share * NARROW_CAST_TILE.columns // named["C"]

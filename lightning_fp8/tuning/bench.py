@@ -173,13 +173,14 @@ def build_step(
     mode = next((m for m in ("-eager", "-unfolded", *_OPTIONS) if m and variant.endswith(m)), "")
     name = variant.removesuffix(mode)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if peers and name in peers:
-        context = peers[name](model)
+    peer = (peers or {}).get(name)
+    if peer is not None:
+        context = peer(model)
     if mode == "-unfolded":
         compile_blocks(model, {})
     elif mode != "-eager":
         compile_blocks(model, compile_options(**_OPTIONS[mode]))
-    if name != "bf16" and name not in (peers or {}):
+    if peer is None and name != "bf16":  # Compiled before, as "auto" wants to know.
         backend, _, recipe = name.removesuffix("-auto").rpartition(":")
         layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
         convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)

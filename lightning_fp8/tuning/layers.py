@@ -54,7 +54,8 @@ def measure_host(
             mode.
         rounds: timed rounds of ten; the median counts.
     """
-    with _layers(_COMPILED_TOGETHER if compiled else 1, 256, 256, 256, recipe, backend, compiled) as run:
+    count = _COMPILED_TOGETHER if compiled else 1
+    with _layers(count, 256, 256, 256, recipe, backend, compiled) as run:
         times = []
         for _ in range(rounds):
             torch.cuda.synchronize()
@@ -62,7 +63,7 @@ def measure_host(
             for _ in range(10):
                 run()
             times.append((time.perf_counter() - start) / 10 * 1e3)
-    return statistics.median(times) / (_COMPILED_TOGETHER if compiled else 1)
+    return statistics.median(times) / count
 
 
 @contextmanager

@@ -31,12 +31,11 @@ from torch.distributed.tensor import DTensor
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection
-from lightning_fp8.backends import NativeBackend, Support
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.model import conversions
-from lightning_fp8.recipes import Recipe
 from lightning_fp8.statistics import AMAX, SCALE
 from lightning_fp8.tuning import choice
+from tests.tuning.tables import PretendNative, SlowHost
 
 RECIPES_WITH_ONE_SCALE = ("delayed", "tensorwise", "static")
 
@@ -327,20 +326,10 @@ def compiled_blocks_train_alike(rank: int, world: int) -> None:
 
 
 def auto_knows_that_blocks_will_be_compiled(rank: int, world: int) -> None:
-    class Native(NativeBackend):
-        def support(self, recipe: Recipe, device: torch.device) -> Support:
-            return Support("native", "for this test")
-
-    class SlowHost:
-        def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
-            return 2.0 if variant == "bf16" else 1.0
-
-        def host_milliseconds(self, variant: str, compiled: bool) -> float:
-            return 0.1 if compiled or variant == "bf16" else 5.0
-
-    with mock.patch.object(choice, "times_on", lambda *_: choice.Source(SlowHost(), "delayed", "made up")):
+    times = SlowHost((48, 80), (80, 48))
+    with mock.patch.object(choice, "times_on", lambda *_: choice.Source(times, "delayed", "made up")):
         for compile, count in ((False, 0), ({"backend": "eager"}, 4)):
-            model = sharded(layers="auto", backend=Native(), compile=compile)
+            model = sharded(layers="auto", backend=PretendNative(), compile=compile)
             assert len(fp8_layers(model)) == count
 
 

@@ -92,7 +92,7 @@ class Folded:
             return
         source = self.write(kernel)
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
-        arguments, share, _ = launch_of(kernel, on_values(kernel, arguments, self.x.shape), source, warps)
+        arguments, share, _ = launch_of(kernel, on_values(kernel, arguments, self.x.shape), source)
         assert arguments["EVEN"]
         getattr(folded_source.load(source.text), source.name)[(programs // share,)](*self.memory, **arguments)
 

@@ -26,3 +26,23 @@ class PretendNative(NativeBackend):
 
     def support(self, recipe: Recipe, device: torch.device) -> Support:
         return Support("native", "for this test")
+
+
+class Known:
+    """Times that say which layers gain; everything else takes as long in FP8."""
+
+    def __init__(self, *fast: tuple[int, int]) -> None:
+        self.fast = fast
+
+    def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
+        return 1.0 if variant != "bf16" and (in_features, out_features) in self.fast else 2.0
+
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
+        return 0.1
+
+
+class SlowHost(Known):
+    """The host issues a layer sooner than the GPU runs it in compiled code only, or in bf16."""
+
+    def host_milliseconds(self, variant: str, compiled: bool) -> float:
+        return 0.1 if compiled else 2.5 if variant != "bf16" else 1.0

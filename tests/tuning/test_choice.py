@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_fp8.tuning import choice
 from lightning_fp8.tuning.choice import Source, keep_faster, times_on, variant_in
 from lightning_fp8.tuning.table import MeasuredTimes
 from tests.tuning import choice_ranks
-from tests.tuning.tables import PretendNative, made_up_table
+from tests.tuning.tables import Known, PretendNative, SlowHost, made_up_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,19 +45,6 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), fused=True)
-
-
-class Known:
-    """Times that say which layers gain; everything else takes as long in FP8."""
-
-    def __init__(self, *fast: tuple[int, int]) -> None:
-        self.fast = fast
-
-    def milliseconds(self, variant: str, tokens: int, in_features: int, out_features: int) -> float:
-        return 1.0 if variant != "bf16" and (in_features, out_features) in self.fast else 2.0
-
-    def host_milliseconds(self, variant: str, compiled: bool) -> float:
-        return 0.1
 
 
 @pytest.fixture
@@ -146,10 +132,6 @@ def wrapped(model: Net) -> nn.Module:
     ("compile", "gain"), [(None, [0.8, 0.8]), (part, [2.0, 0.8]), (wrapped, [2.0, 0.8]), (whole, [2.0, 2.0])]
 )
 def test_the_host_issues_compiled_layers_faster(compile: Any, gain: list[float], measured: dict[str, Any]) -> None:
-    class SlowHost(Known):
-        def host_milliseconds(self, variant: str, compiled: bool) -> float:
-            return 0.1 if compiled else 2.5 if variant != "bf16" else 1.0
-
     measured["times"] = SlowHost((32, 32), (32, 512))
     model = compile(Net()) if compile else Net()
     conversion = conversions(convert_model(model, backend=PretendNative()))[0]
@@ -159,15 +141,9 @@ def test_the_host_issues_compiled_layers_faster(compile: Any, gain: list[float],
 
 
 def test_the_caller_may_know_better_what_will_be_compiled(measured: dict[str, Any]) -> None:
-    class Host(Known):
-        def host_milliseconds(self, variant: str, compiled: bool) -> float:
-            return 0.1 if compiled or variant == "bf16" else 5.0
-
-    measured["times"] = Host((32, 32))
+    measured["times"] = SlowHost((32, 32))
     for compiled, converted in ((None, []), (False, []), (True, ["small"])):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = convert_model(Net(), backend=PretendNative(), compiled=compiled)
+        model = convert_model(Net(), backend=PretendNative(), compiled=compiled)
         assert conversions(model)[0].converted == converted
 
 
