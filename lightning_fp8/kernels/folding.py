@@ -29,7 +29,7 @@ from lightning_fp8.kernels.folded_values import (
     see_through,
     shape_of,
 )
-from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
+from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, programs_of, relaunch
 
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
@@ -170,40 +170,54 @@ class KernelOfCast:
         """Let the node launch a kernel that computes the pieces."""
         launched = kernel_of(self.node).fn
         source = folded_source.write(self.pieces, self.x.meta["val"].dtype, launched)
-        arguments, share, warps = launch_of(launched, self.arguments, source)
+        arguments, programs, warps = launch_of(launched, programs_of(self.node), self.arguments, source)
         memory = {f"x{index}": read for index, read in enumerate(source.inputs)}
         kernel = getattr(folded_source.load(source.text), source.name)
-        relaunch(self.node, kernel, {**memory, **arguments}, share, warps)
+        relaunch(self.node, kernel, {**memory, **arguments}, programs, warps)
 
 
-def launch_of(kernel: Any, arguments: Mapping[str, Any], source: Source) -> tuple[dict[str, Any], int, int | None]:
-    """How to launch ``source`` in the place of ``kernel``.
+def launch_of(
+    kernel: Any, programs: int, arguments: Mapping[str, Any], source: Source
+) -> tuple[dict[str, Any], int, int | None]:
+    """How to launch ``source`` in the place of ``programs`` programs of ``kernel``.
 
     Returns:
-        Its arguments but for the memory it reads, how many programs of before one of it stands for, and its warps:
-        ``None`` for as many as before.
+        Its arguments but for the memory it reads, how many programs, and the warps of one: ``None`` for as many as
+        before.
     """
-    from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE
-    from lightning_fp8.kernels.triton_data import amax_partials
+    from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE, vector_amax_grid, vector_amax_tile
+    from lightning_fp8.kernels.triton_data import amax_partials, amax_rows_and_columns
 
     named = {name: value for name, value in arguments.items() if name not in OF_THE_MATRIX}
-    share, warps = source.pieces, None
+    if kernel is amax_partials:
+        # Programs go through tiles until there are no more, and each has its word to write.
+        return named, programs, None
+    if kernel is amax_rows_and_columns:
+        tile = vector_amax_tile(named["columns"], computed=True)
+        programs, turns = vector_amax_grid(named["rows"], named["columns"], tile, source.pieces)
+        return {**named, "turns": turns}, programs, tile.warps
     if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
         # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
-        share = share * NARROW_CAST_TILE.columns // named["C"]
-        named["C"], warps = NARROW_CAST_TILE.columns, NARROW_CAST_TILE.warps
-    # Where programs go through tiles until there are no more, they remain as many: each has its word to write.
-    return named, 1 if kernel is amax_partials else share, warps
+        share = source.pieces * NARROW_CAST_TILE.columns // named["C"]
+        return {**named, "C": NARROW_CAST_TILE.columns}, programs // share, NARROW_CAST_TILE.warps
+    return named, programs // source.pieces, None
 
 
 def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-    """A kernel's arguments where the matrix, of this shape, is computed: memory may be taken as rows of any length."""
-    from lightning_fp8.kernels.triton_cast import is_even, tile_of
-    from lightning_fp8.kernels.triton_data import amax_partials
+    """A kernel's arguments where the matrix, of this shape, is computed.
 
-    if kernel is not amax_partials:
+    What finds amaxes has other tiles then, and may have taken memory as rows of any length.
+    """
+    from lightning_fp8.kernels.triton_cast import is_even, tile_of, vector_amax_tile
+    from lightning_fp8.kernels.triton_data import amax_partials, amax_rows_and_columns
+
+    rows, columns = shape
+    if kernel is amax_partials:
+        tile = tile_of(columns)
+    elif kernel is amax_rows_and_columns:
+        tile = vector_amax_tile(columns, computed=True)
+    else:
         return dict(arguments)
-    (rows, columns), tile = shape, tile_of(shape[1])
     even = is_even(rows, columns, tile)
     return {**arguments, "rows": rows, "columns": columns, "R": tile.rows, "C": tile.columns, "EVEN": even}
 

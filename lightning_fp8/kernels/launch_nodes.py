@@ -26,8 +26,19 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
 
 
+def programs_of(node: fx.Node) -> int:
+    """How many programs of the kernel, in its one configuration, ``node`` launches."""
+    grids: Any = node.kwargs["grid"]
+    ((programs, *_),) = grids
+    return int(programs)
+
+
 def relaunch(
-    node: fx.Node, kernel: Any, arguments: Mapping[str, Any], share: int = 1, warps: int | None = None
+    node: fx.Node,
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    programs: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """Let ``node`` launch ``kernel`` with ``arguments``.
 
@@ -37,20 +48,21 @@ def relaunch(
         node: launches a kernel.
         kernel: what it shall launch.
         arguments: the kernel's.
-        share: programs of before that one stands for.
+        programs: how many; ``None`` for as many as before.
         warps: a program's; ``None`` for as many as before.
     """
     warps = warps or kernel_of(node).configs[0].num_warps
     constants = {name: value for name, value in arguments.items() if value is None or isinstance(value, tuple)}
     others = {name: value for name, value in arguments.items() if name not in constants}
     grids: Any = node.kwargs["grid"]
+    ((before, *rest),) = grids
     written: Any = node.kwargs["tensors_to_clone"]
     written = [name for name in written if name in others]
     node.kwargs = {
         **node.kwargs,
         "kernel_idx": kernel_side_table.add_kernel(with_warps(kernel, warps)),
         "constant_args_idx": kernel_side_table.add_constant_args(constants),
-        "grid": [(programs // share, *rest) for programs, *rest in grids] if share > 1 else grids,
+        "grid": [(before if programs is None else programs, *rest)],
         "kwargs": others,
         "tensors_to_clone": written,
     }

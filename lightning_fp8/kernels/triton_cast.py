@@ -41,8 +41,11 @@ class Tile:
 CAST_TILE = Tile(64, 128, 8)
 #: The same where it divides columns evenly, as those of widths like 320 and 1600, and ``CAST_TILE`` does not.
 NARROW_CAST_TILE = Tile(64, 64, 4)
-#: Such tiles that a program goes through, one below the other, where there are enough to keep the GPU busy.
-VECTOR_AMAX_TURNS, VECTOR_AMAX_TILES = 8, 8192
+#: The amaxes of rows and columns, of a matrix in memory whose columns it divides and of any other. The wider a tile is,
+#: the less passes between lanes; what computes values needs the registers.
+WIDE_AMAX_TILE, VECTOR_AMAX_TILE = Tile(32, 512, 4), Tile(64, 128, 4)
+#: Such tiles that a program goes through, one below the other, at most, and programs that keep the GPU busy.
+VECTOR_AMAX_TURNS, VECTOR_AMAX_PROGRAMS = 8, 512
 #: Rows and columns that a program makes scales of.
 SCALES_BLOCK = 1024
 #: The amax of the tensor, a tile a turn.
@@ -89,6 +92,20 @@ def tile_of(columns: int) -> Tile:
     """The tile of a matrix of so many columns, where scales are those of a tensor or of rows."""
     even = columns % CAST_TILE.columns == 0 or columns % NARROW_CAST_TILE.columns != 0
     return CAST_TILE if even else NARROW_CAST_TILE
+
+
+def vector_amax_tile(columns: int, computed: bool = False) -> Tile:
+    """The tile that finds amaxes of rows and columns, in a matrix of so many columns."""
+    if columns % WIDE_AMAX_TILE.columns == 0 and not computed:
+        return WIDE_AMAX_TILE
+    return VECTOR_AMAX_TILE if tile_of(columns) is CAST_TILE else NARROW_CAST_TILE
+
+
+def vector_amax_grid(rows: int, columns: int, tile: Tile, pieces: int = 1) -> tuple[int, int]:
+    """Programs that find amaxes of rows and columns, and the tiles that each goes through."""
+    columns = -(-columns // pieces)
+    turns = torch.sym_max(1, torch.sym_min(VECTOR_AMAX_TURNS, _tiles(rows, columns, tile) // VECTOR_AMAX_PROGRAMS))
+    return -(-rows // (tile.rows * turns)) * -(-columns // tile.columns), turns
 
 
 def _caster(cast: Cast | None, stored: bool) -> Callable[..., Operands]:
@@ -204,12 +221,12 @@ def vector_amaxes(
 ) -> Tensor:
     """The amaxes of rows and columns, as ``triton_data.amax_rows_and_columns`` lays them out; notes the tensor's."""
     rows, columns = x.shape
-    tile = tile or tile_of(columns)
+    tile = tile or vector_amax_tile(columns)
     scratch = x.new_zeros(triton_data.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
-    turns = 1 + (VECTOR_AMAX_TURNS - 1) * torch.sym_min(_tiles(rows, columns, tile) // VECTOR_AMAX_TILES, 1)
+    programs, turns = vector_amax_grid(rows, columns, tile)
     launch(
         triton_data.amax_rows_and_columns,
-        -(-rows // (tile.rows * turns)) * -(-columns // tile.columns),
+        programs,
         (x, scratch, slot),
         (rows, columns, x.stride(0), padded, turns),
         (

@@ -92,9 +92,10 @@ class Folded:
             return
         source = self.write(kernel)
         arguments = dict(zip(kernel.arg_names, (*tensors, *sizes, *constants), strict=True)) | changed
-        arguments, share, _ = launch_of(kernel, on_values(kernel, arguments, self.x.shape), source)
+        arguments = on_values(kernel, arguments, self.x.shape)
+        arguments, programs, _ = launch_of(kernel, programs, arguments, source)
         assert arguments["EVEN"]
-        getattr(folded_source.load(source.text), source.name)[(programs // share,)](*self.memory, **arguments)
+        getattr(folded_source.load(source.text), source.name)[(programs,)](*self.memory, **arguments)
 
 
 def check(name: str, dtype: torch.dtype) -> None:
