@@ -193,9 +193,9 @@ def launch_of(
         # Programs go through tiles until there are no more, and each has its word to write.
         return named, programs, None
     if kernel is amax_rows_and_columns:
-        tile = vector_amax_tile(named["columns"], computed=True)
-        programs, turns = vector_amax_grid(named["rows"], named["columns"], tile, source.pieces)
-        return {**named, "turns": turns}, programs, tile.warps
+        tile = vector_amax_tile(named["columns"], source.pieces)
+        programs, turns = vector_amax_grid(named["rows"], named["columns"] // source.pieces, tile)
+        return {**named, "turns": turns, "R": tile.rows}, programs, tile.warps
     if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
         # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
         share = source.pieces * NARROW_CAST_TILE.columns // named["C"]
@@ -215,7 +215,7 @@ def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -
     if kernel is amax_partials:
         tile = tile_of(columns)
     elif kernel is amax_rows_and_columns:
-        tile = vector_amax_tile(columns, computed=True)
+        tile = vector_amax_tile(columns, pieces=1)
     else:
         return dict(arguments)
     even = is_even(rows, columns, tile)

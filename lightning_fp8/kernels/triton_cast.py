@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ NARROW_CAST_TILE = Tile(64, 64, 4)
 #: The amaxes of rows and columns, of a matrix in memory whose columns it divides and of any other. The wider a tile is,
 #: the less passes between lanes; what computes values needs the registers.
 WIDE_AMAX_TILE, VECTOR_AMAX_TILE = Tile(32, 512, 4), Tile(64, 128, 4)
-#: Such tiles that a program goes through, one below the other, at most, and programs that keep the GPU busy.
-VECTOR_AMAX_TURNS, VECTOR_AMAX_PROGRAMS = 8, 512
+#: Rows that a program goes through at most, such tiles one below the other, and programs that keep the GPU busy.
+VECTOR_AMAX_ROWS, VECTOR_AMAX_PROGRAMS = 512, 512
 #: Rows and columns that a program makes scales of.
 SCALES_BLOCK = 1024
 #: The amax of the tensor, a tile a turn.
@@ -94,17 +94,23 @@ def tile_of(columns: int) -> Tile:
     return CAST_TILE if even else NARROW_CAST_TILE
 
 
-def vector_amax_tile(columns: int, computed: bool = False) -> Tile:
-    """The tile that finds amaxes of rows and columns, in a matrix of so many columns."""
-    if columns % WIDE_AMAX_TILE.columns == 0 and not computed:
+def vector_amax_tile(columns: int, pieces: int = 0) -> Tile:
+    """The tile that finds amaxes of rows and columns, in a matrix of so many columns.
+
+    Args:
+        columns: the matrix's.
+        pieces: ranges of columns that are computed at once; 0 for a matrix in memory.
+    """
+    if columns % WIDE_AMAX_TILE.columns == 0 and not pieces:
         return WIDE_AMAX_TILE
-    return VECTOR_AMAX_TILE if tile_of(columns) is CAST_TILE else NARROW_CAST_TILE
+    tile = VECTOR_AMAX_TILE if tile_of(columns) is CAST_TILE else NARROW_CAST_TILE
+    return replace(tile, rows=tile.rows // 2) if pieces > 1 else tile
 
 
-def vector_amax_grid(rows: int, columns: int, tile: Tile, pieces: int = 1) -> tuple[int, int]:
+def vector_amax_grid(rows: int, columns: int, tile: Tile) -> tuple[int, int]:
     """Programs that find amaxes of rows and columns, and the tiles that each goes through."""
-    columns = -(-columns // pieces)
-    turns = torch.sym_max(1, torch.sym_min(VECTOR_AMAX_TURNS, _tiles(rows, columns, tile) // VECTOR_AMAX_PROGRAMS))
+    most = VECTOR_AMAX_ROWS // tile.rows
+    turns = torch.sym_max(1, torch.sym_min(most, _tiles(rows, columns, tile) // VECTOR_AMAX_PROGRAMS))
     return -(-rows // (tile.rows * turns)) * -(-columns // tile.columns), turns
 
 
