@@ -26,6 +26,8 @@ def _(x: Tensor, slot: Tensor) -> None:
 def record_amax(x: Tensor, slot: Tensor) -> None:
     """Let the amax of ``x`` join the window of ``slot``, as a cast of ``x`` would. NaN and Inf propagate.
 
+    Without values, as of an expert that got no tokens, there is nothing to see: the window stays as it is.
+
     Args:
         x: any shape, fp32, bf16 or fp16; of a DTensor this rank's shard counts.
         slot: the statistics of a layer and role, fp32 ``[4]``, changed in place.
@@ -42,9 +44,11 @@ def _record_amax(x: Tensor, slot: Tensor) -> None:
         x = x.to_local()
     if x.is_nested:
         x = x.values() if x.layout == torch.jagged else torch.cat([part.flatten() for part in x.unbind()])
+    if not x.numel():
+        return
     # One pass and no temporary, unlike x.abs().amax().
     # The slot may be on another device, where a model is spread over several.
-    amax = torch.linalg.vector_norm(x, torch.inf).to(slot) if x.numel() else slot.new_zeros(())
+    amax = torch.linalg.vector_norm(x, torch.inf).to(slot)
     slot = slot.data
     slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
 

@@ -126,6 +126,11 @@ _STRUCTURE = (
     "Expected <class 'NoneType'>",
     "Expected a path but",  # other readings of a class path that jsonargparse tried
     "Expected a dot import path",
+    "Subclass types expect one of:",  # and the forms in which a class may be given
+    "a class path (str)",
+    "a dict with class_path entry",
+    "a dict without class_path but",
+    "a dict with parameters accepted by",
 )
 
 
@@ -144,7 +149,7 @@ def _reasons(texts: list[str]) -> str:
         if text.startswith("Given value: "):
             nested = re.fullmatch(r"NestedArg\(key='(.+)', val='?(.*?)'?\)", text[len("Given value: ") :])
             value = f"{nested[1]}={nested[2]}" if nested else text[len("Given value: ") :]
-        elif match := re.fullmatch(r"Expected (?:a )?(.+?)(?:\. Got value: (.*))?", text):
+        elif match := re.fullmatch(r"(?:Expected|Not a valid subclass of) (?:a )?(.+?)(?:\. Got value: (.*))?", text):
             value = match[2] or value
             expected[_type_name(match[1])] = None
         else:

@@ -176,6 +176,17 @@ class Float8Linear(nn.Linear):
             )
         return self.weight, self.bias
 
+    def __prepare_scriptable__(self) -> Float8Linear:
+        """What ``torch.jit.script`` asks of each module first: TorchScript has no FP8.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"torch.jit.script cannot compile the FP8 layer {self.fp8.name!r}: call lightning_fp8.revert_model(model) "
+            "first, or use torch.export, which takes FP8 layers."
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
         self.fp8.follow(self.weight)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.recipes import ROLES, Role
 
-#: Largest magnitude since the step began. Negative: the operand was not seen. NaN or Inf: it held one.
+#: Largest magnitude since the step began. Negative: the operand was not seen, or empty. NaN or Inf: it held one.
 AMAX = 0
 #: Scale of the straight operand, where scales are stored. 0: unset.
 SCALE = 1

@@ -158,6 +158,40 @@ def test_a_mistake_gives_one_line(argument: str, config: str, capsys: pytest.Cap
     assert len(lines[0]) < 800  # such errors repr the whole plugin
 
 
+@pytest.mark.parametrize(
+    ("callback", "reason"),
+    [
+        (
+            "lightning_fp8.SkipBatchRecovery, init_args: {skips: -1}",
+            "skips is -1: give a number of times, 0 for never.",
+        ),
+        (
+            "lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_top_k: -3}",
+            "Invalid value for save_top_k=-3.",
+        ),
+        ("lightning_fp8.FP8HealthMonitr", "module 'lightning_fp8' has no attribute 'FP8HealthMonitr'"),
+        ("lightning_fp8.DelayedScaling", "does not correspond to a subclass of Callback"),
+        ("lightning_fp8.AmaxMonitor, init_args: {every: 2}", "Option 'every' is not accepted"),
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ["[{class_path: %s}]", "{class_path: %s}", "[lightning_fp8.FP8Report, {class_path: %s}]"]
+)
+def test_a_mistake_in_a_callback_is_one_reason(
+    form: str, callback: str, reason: str, config: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config, f"--trainer.callbacks={form % callback}"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert reason in error and ";" not in error
+
+
+def test_what_is_no_callback_is_told_so(config: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config, "--trainer.callbacks=[5]"])
+    assert capsys.readouterr().err == "lightning-fp8: error: trainer.callbacks: expected Callback\n"
+
+
 def test_one_line_leaves_an_unknown_form_readable():
     assert one_line("something\n  went wrong") == "something; went wrong"
 

@@ -110,7 +110,7 @@ class FP8Throughput(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.flops is None and self._counted is None:
-            self._counting = StepFlops(_fp8_layers(pl_module))
+            self._counting = StepFlops(*_converted_layers(pl_module))
             self._stance = torch.compiler.set_stance("force_eager")
             self._stance.__enter__()
             self._counting.__enter__()
@@ -289,11 +289,16 @@ class _Clock:
         return event
 
 
-def _fp8_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers that multiply on FP8 tensor cores: emulated ones do so in high precision."""
-    native = [c for c in conversions(model) if c.support.kind == "native"]
-    states = {id(state) for conversion in native for state in conversion.runtime.states}
-    return [m for m in model.modules() if isinstance(m, nn.Linear) and id(m.__dict__.get("fp8")) in states]
+def _converted_layers(model: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """The layers that multiply on FP8 tensor cores, and those that emulate it in high precision."""
+    kinds = {id(state): c.support.kind for c in conversions(model) for state in c.runtime.states}
+    native: list[nn.Linear] = []
+    emulated: list[nn.Linear] = []
+    for module in model.modules():
+        kind = kinds.get(id(module.__dict__.get("fp8")))
+        if isinstance(module, nn.Linear) and kind is not None:
+            (native if kind == "native" else emulated).append(module)
+    return native, emulated
 
 
 def _replicas(trainer: pl.Trainer) -> int:

@@ -49,7 +49,8 @@ def cast(
         straight: cast of the operand contracted over columns, or ``None`` to leave it out.
         transposed: cast of the operand contracted over rows, or ``None`` to leave it out.
         slot: the statistics of this layer and role, fp32 ``[4]``, changed in place: the amax joins the window's; with
-            ``stored`` an unset scale is taken from the data. ``None`` notes nothing.
+            ``stored`` an unset scale is taken from the data. ``None`` notes nothing, and nor does a matrix without
+            values: it counts as not seen.
         stored: take tensorwise scales from ``slot`` instead of the data.
 
     Returns:
@@ -61,12 +62,15 @@ def cast(
     if slot is not None:
         # .data: the statistics are no part of the autograd graph, whose version checks they would trip.
         slot = slot.data
-        slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
+        if x.numel():  # Else there is nothing to see: an amax of zero would tell of values that are zero.
+            slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
     padding = round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]
     padded = F.pad(x, (0, 0, 0, padding)) if padding else x
     codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
     if _same_codes(straight, transposed, slot, stored):
-        return codes, decode, codes.view(torch.uint8).t().contiguous().view(codes.dtype), decode.clone()
+        # A clone: contiguous() gives codes without rows back themselves, and an operator's outputs must not be views.
+        codes_t = codes.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(codes.dtype)
+        return codes, decode, codes_t, decode.clone()
     codes_t, decode_t = _cast_one(padded.t(), transposed, amax, slot, SCALE_TRANSPOSED if stored else None)
     return codes, decode, codes_t, decode_t
 

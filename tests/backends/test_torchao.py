@@ -16,6 +16,7 @@ from lightning_fp8.backends import TorchaoBackend
 from lightning_fp8.backends.torchao import Float8Product, TorchaoLinear
 from lightning_fp8.kernels import reference
 from lightning_fp8.recipes import ROLES, MXFP8Scaling, Recipe, get_recipe
+from lightning_fp8.statistics import NOT_SEEN
 from tests.backends.models import batch, convert, mlp
 
 torchao = pytest.importorskip("torchao")
@@ -139,12 +140,13 @@ def test_layers_stay_what_they_are() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 17])
 def test_any_number_of_tokens(rows: int, recipe: str) -> None:
     model = nn.Linear(32, 32)
-    convert(model, recipe, "torchao")
+    table = convert(model, recipe, "torchao").runtime.table
     x = batch(0, rows=rows).view(1, rows, 32).requires_grad_()
     y = model(x)
     y.sum().backward()
     assert y.shape == (1, rows, 32) and x.grad is not None and x.grad.shape == x.shape
     assert model.weight.grad is not None and model.weight.grad.isfinite().all()
+    assert (table.amax[0] != NOT_SEEN).tolist() == [rows > 0, True, rows > 0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

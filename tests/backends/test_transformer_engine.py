@@ -18,7 +18,7 @@ from lightning_fp8.backends.transformer_engine import TransformerEngineBackend, 
 from lightning_fp8.callbacks.amax_monitor import OperandStatistics
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import RECIPE_NAMES, BlockwiseScaling, TensorwiseScaling, get_recipe
-from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE
+from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE
 from lightning_fp8.telemetry import Telemetry
 from lightning_fp8.tuning.flops import StepFlops
 from tests.backends.models import FUSE, Block, StandIn, batch, convert, mlp
@@ -328,12 +328,13 @@ def test_two_models_do_not_meet(library: ModuleType) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 8, 17])
 def test_any_number_of_tokens(library: ModuleType, rows: int) -> None:
     model = mlp()
-    convert(model, "delayed", StandIn())
+    table = convert(model, "delayed", StandIn()).runtime.table
     x = batch(0, rows=rows).view(1, rows, 32).requires_grad_()
     y = model(x)
     y.sum().backward()
     assert y.shape == (1, rows, 16) and x.grad is not None and x.grad.shape == x.shape
     assert model[0].weight.grad is not None
+    assert (table.amax != NOT_SEEN).tolist() == [[rows > 0, True, rows > 0]] * 2
 
 
 def test_the_output_may_be_changed_in_place(library: ModuleType) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_fp8
 from lightning_fp8.model import conversions
 from lightning_fp8.recipes import RECIPE_NAMES
+from lightning_fp8.statistics import AMAX, NOT_SEEN
 
 
 class Block(nn.Module):
@@ -137,6 +138,26 @@ def test_any_token_count_with_dynamic_shapes() -> None:
         assert_same(train(model, 1, tokens), train(eager, 1, tokens))
         counts.append(counter.frame_count)
     assert len(set(counts)) == 1  # All within the first step.
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_compiled_layers_do_not_see_batches_without_rows(enabled: bool) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        expert = lightning_fp8.convert_model(nn.Linear(128, 128), "delayed")
+        conversions(expert)[0].runtime.set_enabled([""], enabled)
+        if compiled:
+            expert.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+        for tokens in (48, 0, 17):
+            x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens)).requires_grad_()
+            expert(x).sum().backward()
+            statistics = conversions(expert)[0].runtime.table.data
+            assert (statistics[0, [0, 2], AMAX] == NOT_SEEN).all() == (tokens == 0)
+            lightning_fp8.step(expert)
+            outcomes.append([x.grad, expert.weight.grad.clone(), statistics.clone()])
+    for eager, other in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert_same(other, eager)  # type: ignore[arg-type]
 
 
 def test_switching_a_layer_off_reaches_compiled_code() -> None:

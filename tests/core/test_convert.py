@@ -80,6 +80,14 @@ def test_nothing_but_the_class_changes_and_back_again(name: str) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_torchscript_is_refused_with_the_remedy() -> None:
+    model = every(mlp())
+    with pytest.raises(RuntimeError, match=r"the FP8 layer '0'.*revert_model"):
+        torch.jit.script(model)
+    x = torch.randn(16, 128)
+    assert torch.equal(torch.jit.script(revert_model(model))(x), model(x))
+
+
 def test_weights_move_freely_between_fp8_and_high_precision(tmp_path: Path) -> None:
     plain, fp8 = mlp(), every(mlp())
     train(fp8)

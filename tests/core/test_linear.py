@@ -16,7 +16,7 @@ from core import oracle
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.model import conversions
 from lightning_fp8.recipes import RECIPE_NAMES, ROLES, DelayedScaling, get_recipe
-from lightning_fp8.statistics import AMAX, NOT_SEEN, SCALE, StatisticsTable
+from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, StatisticsTable
 
 
 def layer(recipe: Any = "delayed", bias: bool = True, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Linear:
@@ -321,6 +321,30 @@ def test_layers_that_did_not_run_keep_theirs() -> None:
         lightning_fp8.step(model)
     assert torch.equal(table_of(model).data[1], kept)
     assert table_of(model).names == ["used", "rare"]
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_batch_without_rows_is_not_seen(name: str, enabled: bool) -> None:
+    """As of an expert that got no tokens: zeros in the window would make the next values a jump."""
+    model = layer(name)
+    runtime = conversions(model)[0].runtime
+    runtime.set_enabled(table_of(model).names, enabled)
+    train_step(model, data(16, 256), data(16, 128))
+    lightning_fp8.step(model)
+    kept = {key: value.clone() for key, value in runtime.live_state().items() if isinstance(value, Tensor)}
+    statistics = table_of(model).data.clone()
+    for _ in range(3):
+        model.zero_grad()
+        x = data(0, 256).requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())
+        assert table_of(model).amax[0].tolist() == [NOT_SEEN, statistics[0, 1, LAST_AMAX].item(), NOT_SEEN]
+        lightning_fp8.step(model)
+    assert torch.equal(table_of(model).data, statistics)
+    for key, value in kept.items():  # The weight was there: its history goes on.
+        assert torch.equal(runtime.live_state()[key][:, [0, 2]], value[:, [0, 2]])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -90,8 +90,11 @@ def test_zero_rows_and_empty_matrices() -> None:
         codes, decode, codes_t, decode_t = reference.cast(torch.zeros(128, 128), cast, cast, None, False)
         assert (codes.view(torch.uint8) == 0).all() and decode.isfinite().all()
         assert (codes_t.view(torch.uint8) == 0).all() and decode_t.isfinite().all()
-        codes, decode, codes_t, _ = reference.cast(torch.empty(0, 128), cast, cast, None, False)
-        assert codes.shape == (0, 128) and codes_t.shape == (128, 0)
+        slot = torch.tensor([NOT_SEEN, 0.0, 0.0, NOT_SEEN])
+        for stored in (False, True):
+            codes, decode, codes_t, _ = reference.cast(torch.empty(0, 128), cast, cast, slot, stored)
+            assert codes.shape == (0, 128) and codes_t.shape == (128, 0)
+            assert slot.tolist() == [NOT_SEEN, 0.0, 0.0, NOT_SEEN]
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
+from torch import Tensor
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
@@ -140,6 +141,17 @@ def test_warn_log_and_ignore(caplog: pytest.LogCaptureFixture) -> None:
             fit(monitor, Plant(fault), steps=5)
         assert len([r for r in caplog.records if "first seen" in r.getMessage()]) == lines
         assert len(monitor.events) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_an_expert_that_seldom_gets_tokens_is_well(recipe: str | None) -> None:
+    class Expert(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self(batch[: 0 if batch_idx % 4 else None]).float().square().sum()
+
+    monitor = FP8HealthMonitor("raise", patience=3)
+    fit(monitor, steps=70, model=Expert(lr=0.0), plugin=precision(recipe) if recipe else None)
+    assert monitor.events == []
 
 
 def test_recover_needs_somebody_after_it_who_rejects() -> None:

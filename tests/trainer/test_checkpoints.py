@@ -37,7 +37,9 @@ def run(path: Path, *, data: Any, val: Any = None, epochs: int = 3, resume: Any 
     model = kwargs.pop("model", None) or Net()
     precision = kwargs.pop("precision", None) or plugin()
     saver = ModelCheckpoint(path, filename="{step}", save_top_k=-1, every_n_train_steps=kwargs.pop("every", 1))
-    at_end = ModelCheckpoint(path, filename="end-{epoch}", save_top_k=-1, every_n_epochs=1)
+    at_end = ModelCheckpoint(
+        path, filename="end-{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True
+    )
     torch.manual_seed(7 if resume is None else 1234)
     trainer = make_trainer(precision, max_epochs=epochs, callbacks=[saver, at_end], enable_checkpointing=True, **kwargs)
     trainer.fit(model, data, val, ckpt_path=resume)
@@ -66,26 +68,32 @@ def test_resume_at_an_epoch_end(recipe: Any, tmp_path: Path) -> None:
     assert_resumed(whole, resumed, 12)
 
 
-def test_resume_at_an_epoch_end_with_validation(tmp_path: Path) -> None:
-    settings = {"data": loader(shuffle=True), "val": loader(seed=3)}
+@pytest.mark.parametrize(
+    "schedule", [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 3}], ids=["each epoch", "2nd", "twice"]
+)
+def test_resume_at_an_epoch_end_with_validation(schedule: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"data": loader(shuffle=True), "val": loader(seed=3), **schedule}
     whole = run(tmp_path, **settings)
     resumed = run(tmp_path / "b", **settings, resume=tmp_path / "end-epoch=1.ckpt")
     assert_resumed(whole, resumed, 6)
 
 
 def test_resume_from_the_best_validation(tmp_path: Path) -> None:
-    """A monitored checkpoint is written as validation ends, before the epoch does."""
+    """Where validation runs more often than epochs end, a monitored checkpoint is written before the epoch ends."""
 
     def once(folder: Path, resume: Any = None) -> Any:
         model = Net()
-        saver = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
-        trainer = make_trainer(plugin(), max_epochs=3, callbacks=[saver], enable_checkpointing=True)
+        saver = ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
+        trainer = make_trainer(
+            plugin(), max_epochs=3, callbacks=[saver], enable_checkpointing=True, val_check_interval=3
+        )
         torch.manual_seed(7 if resume is None else 1234)
-        trainer.fit(model, loader(shuffle=True), loader(seed=3), ckpt_path=resume)
+        trainer.fit(model, StatefulLoader(), DataLoader(dataset(8), 4, generator=torch.Generator()), ckpt_path=resume)
         return trainer, model
 
     whole = once(tmp_path)
-    assert_resumed(whole, once(tmp_path / "b", tmp_path / "epoch=0.ckpt"), 12)
+    for step in (3, 6):
+        assert_resumed(whole, once(tmp_path / f"from {step}", tmp_path / f"step={step}.ckpt"), 18 - step)
 
 
 @pytest.mark.parametrize("step", [2, 6, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,35 @@ def test_scales_move_once_a_step() -> None:
     history = precision.state_dict()["conversions"][0]["runtime"]["history"]
     # Fabric casts inputs to bf16.
     assert history[0, 0, 0] == (3 * x2).bfloat16().abs().max()
+
+
+class WithLoss(nn.Module):
+    """A forward method of its own beside ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = classifier()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+
+@pytest.mark.parametrize("word", ["bf16-mixed", "bf16-true"])
+def test_forward_methods_on_one_device_want_autocast_around_them(word: Any) -> None:
+    moved = []
+    for surround in (False, True):
+        fabric, precision = make(precision=word)
+        raw = WithLoss()
+        model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=1e-2))
+        model.mark_forward_method("loss")
+        for x, y in batches(3):
+            with fabric.autocast() if surround else nullcontext():
+                loss = model.loss(x.to(raw.net[0][0].weight.dtype), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append(precision.conversions[0].runtime.scaling.position.unique().tolist())
+    assert moved == [[0], [2]]  # As docs/precision.md says.
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0, "dynamic"])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Precision, LayerSelection, convert_model
 from lightning_fp8.backends import Support
-from lightning_fp8.callbacks.throughput import FP8Throughput, _fp8_layers
+from lightning_fp8.callbacks.throughput import FP8Throughput, _converted_layers
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.flops import StepFlops
 from lightning_fp8.tuning.peaks import peak_of
@@ -259,12 +264,11 @@ def pretend_native(model: nn.Module) -> None:
 
 def test_fp8_flops_are_those_of_native_layers_and_the_rest_is_not_counted_twice() -> None:
     model = convert_model(Net())
-    assert not _fp8_layers(model)
+    assert _converted_layers(model) == ([], [model.up])
     pretend_native(model)
-    layers = _fp8_layers(model)
-    assert layers == [model.up]
+    assert _converted_layers(model) == ([model.up], [])
     tokens = torch.randint(64, (4, LENGTH))
-    with StepFlops(layers) as counter:
+    with StepFlops(*_converted_layers(model)) as counter:
         loss = model.training_step(tokens, 0)
     loss.backward()
     up, head = linear_flops(4 * LENGTH)
@@ -275,11 +279,126 @@ def test_layers_that_train_nothing_have_fewer_products() -> None:
     model = convert_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), layers=LayerSelection(head=True))
     pretend_native(model)
     model[0].requires_grad_(False)
-    with StepFlops(_fp8_layers(model)) as counter:
+    with StepFlops(*_converted_layers(model)) as counter:
         model(torch.randn(16, 32))
     one = 2 * 16 * 32 * 32
     assert counter.flops.fp8 == one * 1 + one * 2  # The second takes no gradient for its input.
     assert counter.flops.high == 0
+
+
+class Products(pl.LightningModule):
+    """Three layers of one size; the first takes no gradient for its input."""
+
+    def __init__(self, frozen: tuple[str, ...] = (), reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+        self.reentrant = reentrant
+        for name in frozen:
+            getattr(self, name).requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.c(self.body(x))
+        return self.c(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self(x).square().sum()
+
+
+class Distilled(Products):
+    def training_step(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self(x)
+        return (self(x) - target).square().sum()
+
+
+class Convolved(Products):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv1d(1, 32, 32, stride=32)  # Of the size of a linear layer.
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return super().training_step(self.patches(x.view(1, 1, -1))[0].t())
+
+
+class Batched(Products):
+    """The weights multiply by bmm and by baddbmm."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = torch.bmm(x[None], self.a.weight[None])
+        return torch.baddbmm(torch.zeros_like(y), F.relu(y), self.b.weight[None])[0]
+
+
+@pytest.mark.parametrize("kind", ["native", "emulated", "high"])
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Products(), 8),
+        (Products(frozen=("a", "b")), 4),  # Of these, forwards and one weight's gradient run.
+        (Products(frozen=("b",)), 7),
+        (Products(reentrant=False), 8),
+        (Products(reentrant=True), 9),  # Whether the input takes a gradient is not seen.
+        (Distilled(), 3 + 8),
+        (Convolved(), 2 + 9),
+        (Batched(), 8),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Products) else str(value),
+)
+def test_what_takes_no_gradient_counts_less_in_whatever_precision(model: Products, expected: int, kind: str) -> None:
+    model = copy.deepcopy(model)
+    if kind != "high":
+        convert_model(model, layers=LayerSelection(head=True))
+    if kind == "native":
+        pretend_native(model)
+    with torch.autocast("cpu", torch.bfloat16), StepFlops(*_converted_layers(model)) as counter:
+        # 15 rows: emulated products have 16, which are none of the model's.
+        loss = model.training_step(torch.randn(15, 32).requires_grad_(model.reentrant is True))
+    loss.backward()
+    one = 2 * 15 * 32 * 32
+    assert sum(counter.flops) == expected * one
+    if kind != "native":
+        assert counter.flops.fp8 == 0
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_inputs_count_by_their_rows(layout: torch.layout) -> None:
+    model = convert_model(nn.Linear(32, 64), "tensorwise", layers=LayerSelection(head=True))
+    x = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
+    with StepFlops(*_converted_layers(model)) as counter:
+        model(x)
+    assert counter.flops == (0, 2 * 2 * 5 * 32 * 64)
+
+
+def test_products_inside_an_autograd_function_count_their_backward() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    with StepFlops([]) as counter:
+        Product.apply(torch.randn(16, 32), torch.randn(32, 32).requires_grad_())
+    assert counter.flops.high == 3 * 2 * 16 * 32 * 32
+
+
+def test_local_products_of_dtensors_count_as_theirs(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = parallelize_module(Products(frozen=("b",)), mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        with StepFlops([]) as counter:
+            model.training_step(torch.randn(16, 32))
+    finally:
+        dist.destroy_process_group()
+    assert counter.flops.high == 7 * 2 * 16 * 32 * 32
 
 
 def test_inputs_by_keyword_count_as_well() -> None:
