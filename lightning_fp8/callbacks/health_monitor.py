@@ -121,7 +121,7 @@ class FP8HealthMonitor(LayerCallback):
         self._names = list(telemetry.names)
         self._health = Health(telemetry.positions, telemetry.caps(), self.limits, telemetry.device)
         self._recover = torch.tensor([self.actions[kind] == "recover" for kind in KINDS], device=telemetry.device)
-        self._observed = self.verdict = None
+        self._observed = self.verdict = self._spoilt = self._worst = None
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -165,7 +165,10 @@ class SkipBatchRecovery(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._loaded, self._ended = None, False
+        # A fit of its own: what the last one left is kept until here, so that it could be saved.
+        self.ladder = Ladder(self.ladder.settings)
+        self.guard = self.snapshots = self._escalation = self._loaded = None
+        self._ended = False
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise MisconfigurationException(
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "

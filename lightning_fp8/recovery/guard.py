@@ -283,7 +283,8 @@ class StepGuard:
         self.fp8.discard()
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Leave optimizers and layers as they were: fallbacks end."""
+        self.fp8.all_back()
         for optimizer in self.optimizers:
             optimizer.__dict__.pop("found_inf", None)
 

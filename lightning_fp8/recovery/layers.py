@@ -36,6 +36,7 @@ class FP8Layers:
                 full = ".".join(part for part in (prefixes[id(conversion)], name) if part)
                 self._rows[full] = (conversion, name)
         self.names = list(self._rows)
+        self._switched_off: set[str] = set()
 
     def amax(self) -> Tensor:
         """Of the running step, fp32 ``[layers, roles]``, negative where not seen."""
@@ -69,6 +70,11 @@ class FP8Layers:
             if name in self._rows:
                 conversion, row = self._rows[name]
                 conversion.runtime.set_enabled([row], enabled)
+                (self._switched_off.discard if enabled else self._switched_off.add)(name)
+
+    def all_back(self) -> None:
+        """Switch every layer back to FP8 that was switched to high precision here."""
+        self.set_enabled(tuple(self._switched_off), True)
 
     def live_state(self) -> dict[str, Any]:
         """The scale state of all of them, its tensors where they are."""

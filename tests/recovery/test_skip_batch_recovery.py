@@ -343,6 +343,51 @@ def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
     assert len(again) >= 2 and trainer.global_step == 60 and math.isfinite(test_loss(model))
 
 
+class Summaries(pl.Callback):
+    """What the summary says of the second layer in each step."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.said = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        line = next(line for line in trainer.precision_plugin.summary().splitlines() if line.startswith("net.2"))
+        assert line.split()[1] == ("FP8" if pl_module.net[2].fp8.enabled else "high")
+        self.said.append(line.split()[1] == "FP8")
+
+
+def test_fallbacks_end_with_their_fit_and_go_on_in_a_resumed_one(tmp_path):
+    callback, summaries = recovery(skips=0, fallback_steps=15, log=None), Summaries()
+
+    def run(model, *callbacks, **settings):
+        fit(tmp_path, [*callbacks, callback, summaries], model=model, plugins=[FP8Precision()], **settings)
+        return summaries.said
+
+    model, saver = TwoBlocks(), ModelCheckpoint(tmp_path, save_last=True)
+    injector = FaultInjector([Fault("activation", 3, "net.0")])
+    assert run(model, injector, saver, max_steps=10, enable_checkpointing=True) == [True] * 4 + [False] * 6
+    assert model.net[2].fp8.enabled, "a later fit without recovery trains it in FP8"
+    assert run(TwoBlocks(), max_steps=5) == [True] * 5, "the next fit starts clean"
+    # Nine more accepted steps of fifteen: as if the first fit had gone on.
+    assert run(TwoBlocks(), max_steps=25, ckpt_path=saver.last_model_path) == [False] * 9 + [True] * 6
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_fallbacks_end_with_an_exception_too(tmp_path, retry):
+    class Raises(TwoBlocks):
+        def training_step(self, batch, batch_idx):
+            if not self.net[2].fp8.enabled:
+                raise ValueError("a bug that only high precision meets")
+            return super().training_step(batch, batch_idx)
+
+    model, callback = Raises(), recovery(skips=0, retry=retry, log=None)
+    with pytest.raises(ValueError, match="a bug"):
+        fit(
+            tmp_path, [FaultInjector([Fault("activation", 3, "net.0")]), callback], model=model,
+            plugins=[FP8Precision()], max_steps=10,
+        )  # fmt: skip
+    assert model.net[2].fp8.enabled
+
+
 def last_words(tmp_path, fault, **settings) -> str:
     """What a run says that stops at its third bad step."""
     faults = [Fault(fault, step, "net.0" if fault == "activation" else None) for step in range(20, 40)]
