@@ -259,11 +259,7 @@ class SkipBatchRecovery(Callback):
         self._decided, self._rejection, self._batches = False, False, []
         self._schedules.after_batch()
         known, self._known = self._known + guard.outcomes(everything=False), []
-        for outcome in known:
-            if outcome.finding is None:
-                escalation.accepted(outcome)
-            elif escalation.rejected(outcome, outcome.finding):
-                break
+        escalation.act(known)
         due = self.snapshots is not None and trainer.global_step % (self.snapshot_every or 1) == 0
         if due and self.snapshots is not None and not self.ladder.in_a_row:
             self.snapshots.capture(trainer.global_step)
@@ -274,9 +270,8 @@ class SkipBatchRecovery(Callback):
         self._releases = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for outcome in self._running().outcomes():
-            if outcome.finding is not None and self._escalation is not None:
-                self._escalation.write(outcome, outcome.finding, "skip")
+        if self._escalation is not None:
+            self._escalation.write_skipped(self._running().outcomes())
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -175,6 +175,32 @@ def test_several_optimizers_have_their_own_statistics_and_verdicts():
     assert findings[1].culprits[-1].where in ("1.weight", "1.bias")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_several_optimizers_did_becomes_known_and_counts_as_one_step(fused):
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2, momentum=0.9, fused=fused) for m in (one, two)]
+    guard = StepGuard(nn.ModuleList([one, two]), optimizers)
+    known, before = [], 0
+    for number, factors in enumerate([(1.0, 1.0), (1.0, math.nan), (math.nan, 1.0), (math.nan, math.nan)]):
+        guard.begin()
+        for module, optimizer, factor in zip((one, two), optimizers, factors, strict=True):
+            loss = module(torch.ones(2, 4)).sum() * factor
+            guard.observe(loss)
+            loss.backward()
+            guard.decide(optimizer, number=number)
+            optimizer.step()
+            optimizer.zero_grad()
+        twin = StepGuard(nn.ModuleList([one, two]), optimizers)
+        twin.load_state_dict(copy.deepcopy(guard.state_dict()))
+        assert guard.rejected_in_a_row(before) == twin.rejected_in_a_row(before) == number
+        outcomes = guard.outcomes(everything=False)
+        known.append([outcome.context["number"] for outcome in outcomes])
+        before += any(outcome.finding is not None for outcome in outcomes)
+    assert known == ([[0, 0], [], [1, 1], [2, 2]] if fused else [[0, 0], [1, 1], [2, 2], [3, 3]])
+    guard.forget()
+    assert [outcome.finding is not None for outcome in guard.outcomes()] == [True] * (2 * fused)
+
+
 def test_state_resumes_with_what_was_not_collected():
     model = make_model(False)
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())

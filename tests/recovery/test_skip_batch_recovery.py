@@ -168,6 +168,32 @@ def test_manual_optimization_with_two_optimizers(tmp_path, mode):
         assert [i for i, accepted in enumerate(model.recovered) if not accepted] == [5]
 
 
+class Adversaries(Manual):
+    """From batch 10 on one optimizer's loss is bad, the first's, the second's or both."""
+
+    def __init__(self, bad, optimizer):
+        super().__init__(optimizer)
+        self.bad = bad
+
+    def training_step(self, batch, batch_idx):
+        for place, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) * (NAN if batch_idx >= 10 and place in self.bad else 1.0))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
+def test_a_batch_counts_once_however_many_optimizers_step_on_it(tmp_path, mode, bad):
+    callback = recovery(spike=None, skips=2, log=None)
+    with pytest.raises(RecoveryExhausted, match="9 bad steps in a row"):
+        fit(tmp_path, [callback], model=Adversaries(bad, MODES[mode]), max_steps=64)
+    events = rejected(callback)
+    assert [event["action"] for event in events if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
+    batches = [event["batches"] for event in events]
+    assert batches == [[10 + i] for i in range(len(events) // len(bad)) for _ in bad], "each step has its line"
+
+
 class GivesUp(Net):
     """Gives a batch up in one of the ways there are."""
 
@@ -213,6 +239,25 @@ def test_left_out_batches_leave_no_trace(tmp_path):
     other, _ = fit(tmp_path, [again], model=Net(dropout=0.0), max_steps=50)
     assert same_weights(model, other) and len(rejected(again)) == 2
     assert SkipBatchRecovery(skip_batches=[(0, 5), (1, 3)]).skip_batches == again.skip_batches
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rejected_step_is_logged_and_counted_once_whoever_saves(tmp_path, mode, every):
+    """All data is bad from some batch on. A save may rewind while the host does not know yet what became of a step."""
+    saves = [ModelCheckpoint(tmp_path, every_n_train_steps=every)] if every else []
+    callback = recovery(skips=2, log="auto")
+    faults = [Fault("batch", step) for step in range(12, 32)]
+    with pytest.raises(RecoveryExhausted):
+        fit(
+            tmp_path, [FaultInjector(faults), callback, *saves], model=Net(MODES[mode]), max_steps=32,
+            enable_checkpointing=bool(saves),
+        )  # fmt: skip
+    steps = [event["step"] for event in rejected(callback)]
+    # Nine climb the ladder; of fast ones three more are over when it is known what to do: two rewinds, and the stop.
+    assert steps == list(range(12, 12 + len(steps))) and len(steps) in ((9,) if mode == "exact" else (9, 12))
+    assert SkipBatchRecovery(skip_batches=tmp_path / "recovery.jsonl").skip_batches == {(0, step) for step in steps}
+    assert [event["action"] for event in rejected(callback) if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
 
 
 @pytest.mark.parametrize("mode", MODES)
