@@ -120,6 +120,7 @@ class StepGuard:
         self._batches: list[Tensor] = []
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._rejected = 0
+        self._left_out = False
         self._unhealthy: Tensor | None = None
         self._pending: list[_Pending] = []
         self._window = 0
@@ -136,7 +137,8 @@ class StepGuard:
         """A step's first forward is about to begin; of several optimizers, the first one's."""
         self._window += 1
         self._buffers.remember()
-        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
+        self._losses, self._rejected, self._unhealthy = [], 0, None
+        self._batches, self._left_out = [], False
 
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
@@ -164,8 +166,8 @@ class StepGuard:
         self._unhealthy = flag if self._unhealthy is None else self._unhealthy | flag
 
     def reject_step(self) -> None:
-        """Leave this step out, where there is no loss to reject; backward may run or not."""
-        self._rejected = REJECTED
+        """Leave this step out, that of every optimizer; backward may run or not."""
+        self._left_out = True
 
     @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
@@ -186,7 +188,8 @@ class StepGuard:
         loss = self._loss(judge)
         amax, last_amax = (self.fp8.amax(), self.fp8.last_amax()) if self.fp8.names else (None, None)
         batch = torch.stack(self._batches).sum() if self._batches else None
-        self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected, self._unhealthy)
+        rejected = REJECTED if self._left_out else self._rejected
+        self.flag = judge.judge(loss, batch, amax, last_amax, rejected, self._unhealthy)
         pending = _Pending(index, self.flag, judge.message, judge.scores, context, self._window)
         # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
         if self.fast and optimizer.state:
@@ -201,7 +204,8 @@ class StepGuard:
             if not self.accepted:
                 self._skip_on_host(optimizer)
         self._pending.append(pending)
-        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
+        # The data is every optimizer's, a loss is one's own.
+        self._losses, self._rejected, self._unhealthy = [], 0, None
         return self.accepted
 
     def outcomes(self, *, everything: bool = True) -> list[Outcome]:

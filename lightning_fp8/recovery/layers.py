@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN, on_cpu
+from lightning_fp8.telemetry import Telemetry
 
 
 class FP8Layers:
@@ -24,7 +25,7 @@ class FP8Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._conversions = conversions(model)
+        self._model, self._conversions = model, conversions(model)
         prefixes: dict[int, str] = {}
         # From the inside out, the first module that holds a conversion is its own.
         for prefix, module in reversed(list(model.named_modules())):
@@ -60,9 +61,10 @@ class FP8Layers:
                 amax[index] *= factor
 
     def discard(self, rejected: Tensor | bool = True) -> None:
-        """Forget the running step, if ``rejected``."""
+        """Forget the running step, if ``rejected``; layers in high precision that somebody watches forget it too."""
         for conversion in self._conversions:
             conversion.runtime.discard(rejected)
+        Telemetry.discard(self._model, rejected)
 
     def set_enabled(self, names: Iterable[str], enabled: bool) -> None:
         """Switch layers to high precision, or back to FP8."""

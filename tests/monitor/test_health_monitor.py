@@ -69,6 +69,14 @@ def test_another_fit_is_another_event() -> None:
     assert [(event.step, event.layer, event.role) for event in monitor.events[2:]] == [(0, MIDDLE, "weight")]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_what_recovery_rejects_never_enters(recipe: str | None) -> None:
+    """With FP8 layers and without."""
+    monitor, recovery = FP8HealthMonitor(), SkipBatchRecovery(skip_batches=[(0, 3)], log=None)
+    fit(monitor, recovery, steps=6, plugin=precision(recipe) if recipe else None)
+    assert monitor._health is not None and (monitor._health.count == 5).all()
+
+
 def needs(backend: str) -> str:
     if backend == "torchao":
         pytest.importorskip("torchao")

@@ -194,6 +194,59 @@ def test_a_batch_counts_once_however_many_optimizers_step_on_it(tmp_path, mode, 
     assert batches == [[10 + i] for i in range(len(events) // len(bad)) for _ in bad], "each step has its line"
 
 
+class Gan(pl.LightningModule):
+    """A discriminator, which sees the data, and a generator, which does not; trained in the order asked for."""
+
+    automatic_optimization = False
+
+    def __init__(self, order, fused):
+        super().__init__()
+        torch.manual_seed(7)
+        self.g = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.d = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.order, self.fused, self.weights = order, fused, []
+
+    def training_step(self, batch, batch_idx):
+        optimizers = dict(zip("gd", self.optimizers(), strict=True))
+        made = self.g(torch.randn(16, 16))
+        for name in self.order:
+            if name == "d":
+                loss = nn.functional.softplus(self.d(made.detach()) - self.d(batch[0])).mean()
+            else:
+                loss = nn.functional.softplus(-self.d(made)).mean()
+            optimizers[name].zero_grad()
+            self.manual_backward(loss)
+            optimizers[name].step()
+        self.weights.append([part[0].weight.detach().clone() for part in (self.g, self.d)])
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), 1e-3, fused=self.fused) for part in (self.g, self.d)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", ["dg", "gd"])
+@pytest.mark.parametrize("monitored", [False, True])
+def test_of_two_optimizers_only_the_one_that_met_the_bad_data_is_rejected(tmp_path, order, fused, monitored):
+    monitor = FP8HealthMonitor({"nonfinite": "recover"}, progress_bar=False)
+    callback, model = recovery(spike=None, log=None), Gan(order, fused)
+    callbacks = [FaultInjector([Fault("batch", 20)]), *([monitor] if monitored else []), callback]
+    fit(tmp_path, callbacks, model=model, plugins=[FP8Precision()], max_steps=40)
+    (event,) = rejected(callback)
+    assert (event["step"], event["verdict"], event["layer"]) == (20 + order.index("d"), "nonfinite", "batch")
+    before, after = model.weights[9:11]
+    assert not torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    if monitored:
+        assert [(e.step, e.kind, e.layer, e.role) for e in monitor.events] == [(20, "nonfinite", "d.0", "input")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_is_left_out_by_every_optimizer(tmp_path, fused):
+    callback, model = recovery(skip_batches=[(0, 10)], log=None), Gan("dg", fused)
+    fit(tmp_path, [callback], model=model, plugins=[FP8Precision()], max_steps=40)
+    assert [(event["step"], event["verdict"]) for event in rejected(callback)] == [(20, "rejected"), (21, "rejected")]
+    assert all(torch.equal(one, other) for one, other in zip(*model.weights[9:11], strict=True))
+
+
 class GivesUp(Net):
     """Gives a batch up in one of the ways there are."""
 
