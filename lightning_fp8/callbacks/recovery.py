@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
@@ -205,7 +206,7 @@ class SkipBatchRecovery(Callback):
         guard.fp8.set_enabled(self.ladder.fallen, False)
         if self.snapshot_every is not None:
             others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
-            others["fp8"] = guard.fp8
+            others |= {"fp8": guard.fp8, "averages": Averages(trainer)}
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             self.snapshots.capture(trainer.global_step)
