@@ -174,7 +174,8 @@ class StepGuard:
         """Judge the step that ``optimizer`` is about to take; a bad one will leave no trace.
 
         Args:
-            optimizer: one of those guarded; its gradients are complete, and not yet clipped.
+            optimizer: one of those guarded; its gradients are complete, and not yet clipped. In fast mode those of a
+                bad step stay what they are, so that clipping must not raise at NaN (``error_if_nonfinite=False``).
             context: comes back with the outcome.
 
         Returns:

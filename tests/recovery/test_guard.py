@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_fp8 import convert_model, step
@@ -266,6 +267,25 @@ def test_under_a_grad_scaler(fused):
     assert [finding is not None for finding in findings] == [False, False, False, True, False]
     assert findings[3].culprits[0].where == "loss" and not findings[3].overflow and scaler.get_scale() == 8.0
     assert findings[3].loss < 5e3, "the loss is told unscaled"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_with_fabric_as_documented(fused):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    raw = make_model(False)
+    model, optimizer = fabric.setup(raw, torch.optim.AdamW(raw.parameters(), 1e-2, fused=fused))
+    guard = StepGuard(raw, [optimizer.optimizer])
+    for number, batch in enumerate([*make_batches(3), torch.full((16, 16), math.nan)]):
+        before = everything(raw, optimizer.optimizer)
+        guard.begin()
+        loss = model(batch).square().mean()
+        guard.observe(loss)
+        fabric.backward(loss)
+        guard.decide(optimizer.optimizer, number=number)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal(before, everything(raw, optimizer.optimizer)), "the last step was skipped"
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
