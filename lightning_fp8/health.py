@@ -311,6 +311,21 @@ class Health:
         details = message[size:].view(len(self.positions), len(ROLES), _DETAILS)
         return Reading(summaries, details[..., 0], details[..., 1], details[..., 2], details[..., 3].long())
 
+    def merge(self, first: Tensor, second: Tensor) -> Tensor:
+        """One message of two that belong to the same batch; of each kind the first has the word.
+
+        Args:
+            first: as :meth:`observe` gave it, on the device.
+            second: a later one.
+        """
+        size = self.ranks * len(KINDS) * 4
+        (summary, details), (later, later_details) = (message.tensor_split([size]) for message in (first, second))
+        summary, later = summary.view(-1, 4), later.view(-1, 4)
+        details, merged = details.view(-1, _DETAILS), later_details.view(-1, _DETAILS).clone()
+        merged[:, 0] = torch.maximum(merged[:, 0], details[:, 0])
+        merged[:, -1] = (merged[:, -1].long() | details[:, -1].long()).float()
+        return torch.cat((torch.where(summary[:, :1] >= 0, summary, later).flatten(), merged.flatten()))
+
     def events(self, reading: Reading, names: Sequence[str], step: int) -> list[HealthEvent]:
         """Name what a reading found, the same on every rank but for ``others``; empty for a clean step.
 

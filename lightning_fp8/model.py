@@ -141,13 +141,17 @@ class Conversion:
             )
 
     def summary(self) -> str:
-        """A table of all linear layers: what runs in FP8, and why each other one does not."""
+        """A table of all linear layers: what runs in FP8 now, and why each other one does not."""
+        states = zip(self.runtime.table.names, self.runtime.states, strict=True)
+        in_fp8 = {name for name, state in states if state.enabled}
         rows = [("layer", "runs in", "why")]
-        rows += [(d.name or "(root)", "FP8" if d.converted else "high precision", d.reason) for d in self.decisions]
+        for d in self.decisions:
+            back = "switched to high precision for a while; " if d.converted and d.name not in in_fp8 else ""
+            rows.append((d.name or "(root)", "FP8" if d.name in in_fp8 else "high precision", back + d.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{name:<{widths[0]}}  {where:<{widths[1]}}  {why}" for name, where, why in rows]
         head = (
-            f"FP8: {len(self.converted)} of {len(self.decisions)} linear layers, {self.recipe!r}, "
+            f"FP8: {len(in_fp8)} of {len(self.decisions)} linear layers, {self.recipe!r}, "
             f"{self.backend.name} backend ({self.backend_reason}), {self.support.kind} ({self.support.reason})"
         )
         origin = [f"Layers: {self.origin}"] if self.origin else []

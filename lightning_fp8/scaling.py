@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling, get_recipe
-from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable, on_cpu
+from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE, SCALE_TRANSPOSED, StatisticsTable, on_cpu
 
 
 class ScalingState:
@@ -96,10 +96,7 @@ class ScalingState:
         Args:
             rejected: whether to; a bool tensor (scalar, on the table's device) decides without a host read.
         """
-        amax = self.table.amax
-        if not isinstance(rejected, Tensor):
-            rejected = torch.full((), rejected, device=amax.device)
-        amax.copy_(torch.where(rejected, NOT_SEEN, amax))
+        self.table.discard(rejected)
         # Scales that the rejected step itself took from its data are forgotten too.
         self._unset_first_scales(rejected)
 

@@ -76,6 +76,16 @@ class StatisticsTable:
         last.copy_(torch.where(amax < 0, last, amax))
         amax.fill_(NOT_SEEN)
 
+    def discard(self, rejected: Tensor | bool = True) -> None:
+        """Forget the window's amaxes, as if the step had not run.
+
+        Args:
+            rejected: whether to; a bool tensor (scalar, on the table's device) decides without a host read.
+        """
+        if not isinstance(rejected, Tensor):
+            rejected = torch.full((), rejected, device=self.device)
+        self.amax.copy_(torch.where(rejected, NOT_SEEN, self.amax))
+
     def live_state(self) -> dict[str, Any]:
         """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
         return {"names": list(self.names), "data": self.data}

@@ -64,7 +64,6 @@ class Telemetry:
         rest = {name: layer for name, layer in linear_layers(model).items() if name not in taken}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._watch = Watch(rest, self.device)
-        self._in_fp8 = slice(0, len(self.names))
         self.names += rest
         self.recipes += [None] * len(rest)
         self.layers = {name: modules[name] for name in self.names}
@@ -88,6 +87,18 @@ class Telemetry:
             self._watch.close()
             self._order.close()
             model.__dict__.pop(_ATTRIBUTE, None)
+
+    @staticmethod
+    def discard(model: nn.Module, rejected: Tensor | bool = True) -> None:
+        """Forget what the running step left in the table of layers in high precision, if somebody uses one.
+
+        Args:
+            model: perhaps with a telemetry.
+            rejected: whether to; a bool tensor ``[]`` on the model's device decides without a host read.
+        """
+        telemetry: Telemetry | None = model.__dict__.get(_ATTRIBUTE)
+        if telemetry is not None:
+            telemetry._watch.table.discard(rejected)
 
     def begin_step(self, step: int) -> None:
         """A training batch begins.
@@ -117,13 +128,13 @@ class Telemetry:
     def kept(self, window: Tensor) -> Tensor:
         """Whether the step that left ``window`` still stands, bool ``[]`` on the device.
 
-        Recovery takes back what a rejected step has left in the FP8 layers' table, by marking it not seen.
+        Recovery takes back what a rejected step has left in the tables, by marking it not seen.
 
         Args:
             window: as :meth:`read` gave it before the optimizer step.
         """
-        seen = [~(data[self._in_fp8, :, AMAX] < 0).all() for data in (window, self.read())]
-        return ~(seen[0] & ~seen[1])
+        seen, still_seen = (~(data[..., AMAX] < 0) for data in (window, self.read()))
+        return ~(seen & ~still_seen).any()
 
     @property
     def positions(self) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from itertools import groupby
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +16,7 @@ from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted
 from lightning_fp8.recovery.events import EventLog, rejected_batches
 from lightning_fp8.recovery.guard import Outcome, StepGuard
-from lightning_fp8.recovery.ladder import Ladder
+from lightning_fp8.recovery.ladder import Action, Ladder
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import Finding
 from lightning_fp8.settings import FP8Settings
@@ -51,7 +53,39 @@ class Escalation:
         self.trainer, self.guard, self.ladder, self.snapshots = trainer, guard, ladder, snapshots
         self.schedules, self.events = schedules, events
 
-    def accepted(self, outcome: Outcome) -> None:
+    def act(self, outcomes: Iterable[Outcome]) -> None:
+        """Act on what became known, batch by batch."""
+        undone = False
+        for _, steps in groupby(outcomes, key=lambda outcome: (outcome.context["epoch"], outcome.context["batches"])):
+            if undone:
+                self.write_skipped(steps)
+            else:
+                undone = self._act_on_batch(list(steps))
+        if undone:
+            self.write_skipped(self.guard.outcomes())
+
+    def _act_on_batch(self, steps: list[Outcome]) -> bool:
+        """Act on a batch: a step of each optimizer, but it counts once. True where what came after is undone."""
+        taken: tuple[Action, Outcome, Finding] | None = None
+        for outcome in steps:
+            finding = outcome.finding
+            if finding is None:
+                continue
+            if finding.overflow and _current_scale(self.trainer) > 1:
+                self.write(outcome, finding, "loss_scale_lowered")
+            elif finding.deliberate or taken is not None:
+                self.write(outcome, finding, "skip")
+            else:
+                taken = self._climb(finding), outcome, finding
+                self.write(outcome, finding, taken[0].rung)
+        if taken is not None:
+            return self._carry_out(*taken)
+        accepted = [outcome for outcome in steps if outcome.finding is None]
+        if accepted:
+            self._accepted(accepted[-1])
+        return False
+
+    def _accepted(self, outcome: Outcome) -> None:
         back = self.ladder.accepted()
         if back:
             self.guard.fp8.set_enabled(back, True)
@@ -62,25 +96,18 @@ class Escalation:
         if snapshots is not None and candidate is not None and outcome.context["step"] >= candidate.label:
             snapshots.promote()
 
-    def rejected(self, outcome: Outcome, finding: Finding) -> bool:
-        """Act on it; True where the steps after it are undone."""
-        if finding.overflow and _current_scale(self.trainer) > 1:
-            self.write(outcome, finding, "loss_scale_lowered")
-            return False
-        if finding.deliberate:
-            self.write(outcome, finding, "skip")
-            return False
-        guard = self.guard
-        bad_weights = guard.bad_weights()
+    def _climb(self, finding: Finding) -> Action:
+        bad_weights = self.guard.bad_weights()
         finding.culprits[:0] = bad_weights
-        action = self.ladder.rejected(
+        return self.ladder.rejected(
             self.guilty(finding),
             finite=finding.finite,
             can_rewind=self.snapshots is not None and self.snapshots.good is not None,
             weights_bad=bool(bad_weights),
         )
-        self.write(outcome, finding, action.rung)
-        step = self.trainer.global_step
+
+    def _carry_out(self, action: Action, outcome: Outcome, finding: Finding) -> bool:
+        guard, step = self.guard, self.trainer.global_step
         if action.rung == "fall_back":
             guard.fp8.set_enabled(action.layers, False)
             self.events.add("fall_back", step=step, layers=action.layers, steps=action.steps)
@@ -132,6 +159,8 @@ class Escalation:
             f"Recovery has done all it may and steps are still bad: {self.ladder.story()}. "
             f"The last one, at step {outcome.context['step']}: {_describe(finding)}. "
         )
+        # Whoever resumes from the last good state has other data, and begins without these.
+        self.write_skipped(self.guard.outcomes())
         if self.snapshots is not None and self.snapshots.good is not None:
             self.rewind()
             path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
@@ -158,6 +187,12 @@ class Escalation:
             more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
             ways.append(f"{', '.join(layers[:_NAMED_LAYERS])}{more} left in bf16 (LayerSelection's exclude)")
         return ways
+
+    def write_skipped(self, outcomes: Iterable[Outcome]) -> None:
+        """The lines of rejected steps that nothing more follows from."""
+        for outcome in outcomes:
+            if outcome.finding is not None:
+                self.write(outcome, outcome.finding, "skip")
 
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""

@@ -43,7 +43,8 @@ class EMAOfAcceptedSteps(EMAWeightAveraging):
         guard = self._recovery.guard if self._recovery is not None else None
         if guard is not None and guard.fast:
             raise MisconfigurationException(
-                "EMAOfAcceptedSteps must know of a skipped step at once: use SkipBatchRecovery(mode='exact')."
+                "EMAOfAcceptedSteps must know of a skipped step at once: use SkipBatchRecovery(mode='exact'), or in "
+                "fast mode Lightning's EMAWeightAveraging, which goes on in skipped steps."
             )
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

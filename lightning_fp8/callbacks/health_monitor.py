@@ -121,7 +121,7 @@ class FP8HealthMonitor(LayerCallback):
         self._names = list(telemetry.names)
         self._health = Health(telemetry.positions, telemetry.caps(), self.limits, telemetry.device)
         self._recover = torch.tensor([self.actions[kind] == "recover" for kind in KINDS], device=telemetry.device)
-        self._observed = self.verdict = None
+        self._observed = self.verdict = self._spoilt = self._worst = None
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -132,7 +132,9 @@ class FP8HealthMonitor(LayerCallback):
         health = self._running()
         if self.telemetry.positions is not health.positions:
             health.set_positions(self.telemetry.positions)
-        found, self._observed = health.observe(self._window[..., AMAX], self._window[..., SCALE])
+        found, message = health.observe(self._window[..., AMAX], self._window[..., SCALE])
+        # Recovery may have taken back what another optimizer's step on the same batch left: it was seen all the same.
+        self._observed = message if self._observed is None else health.merge(self._observed, message)
         self.verdict = (found & self._recover).any()
         if "recover" in self.actions.values():
             self._recovery(trainer).reject_where(self.verdict)
@@ -153,7 +155,8 @@ class FP8HealthMonitor(LayerCallback):
         self._running().commit(self.telemetry.kept(window))
         if self._observed is None:
             raise RuntimeError("An optimizer step was completed without on_before_optimizer_step.")
-        return self._observed
+        observed, self._observed = self._observed, None
+        return observed
 
     def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:
         health = self._running()

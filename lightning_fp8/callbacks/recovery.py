@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
@@ -165,7 +166,10 @@ class SkipBatchRecovery(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._loaded, self._ended = None, False
+        # A fit of its own: what the last one left is kept until here, so that it could be saved.
+        self.ladder = Ladder(self.ladder.settings)
+        self.guard = self.snapshots = self._escalation = self._loaded = None
+        self._ended = False
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise MisconfigurationException(
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
@@ -202,7 +206,7 @@ class SkipBatchRecovery(Callback):
         guard.fp8.set_enabled(self.ladder.fallen, False)
         if self.snapshot_every is not None:
             others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
-            others["fp8"] = guard.fp8
+            others |= {"fp8": guard.fp8, "averages": Averages(trainer)}
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             self.snapshots.capture(trainer.global_step)
@@ -256,11 +260,7 @@ class SkipBatchRecovery(Callback):
         self._decided, self._rejection, self._batches = False, False, []
         self._schedules.after_batch()
         known, self._known = self._known + guard.outcomes(everything=False), []
-        for outcome in known:
-            if outcome.finding is None:
-                escalation.accepted(outcome)
-            elif escalation.rejected(outcome, outcome.finding):
-                break
+        escalation.act(known)
         due = self.snapshots is not None and trainer.global_step % (self.snapshot_every or 1) == 0
         if due and self.snapshots is not None and not self.ladder.in_a_row:
             self.snapshots.capture(trainer.global_step)
@@ -271,9 +271,8 @@ class SkipBatchRecovery(Callback):
         self._releases = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for outcome in self._running().outcomes():
-            if outcome.finding is not None and self._escalation is not None:
-                self._escalation.write(outcome, outcome.finding, "skip")
+        if self._escalation is not None:
+            self._escalation.write_skipped(self._running().outcomes())
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -119,8 +120,10 @@ class StepGuard:
         self._batches: list[Tensor] = []
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._rejected = 0
+        self._left_out = False
         self._unhealthy: Tensor | None = None
         self._pending: list[_Pending] = []
+        self._window = 0
 
     def _judge(self, optimizer: Optimizer, names: dict[int, str], group: dist.ProcessGroup | None) -> Judge:
         parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
@@ -131,9 +134,11 @@ class StepGuard:
         return Judge(parameters, layout, self.thresholds, parameters[0].device, group)
 
     def begin(self) -> None:
-        """A step's first forward is about to begin."""
+        """A step's first forward is about to begin; of several optimizers, the first one's."""
+        self._window += 1
         self._buffers.remember()
-        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
+        self._losses, self._rejected, self._unhealthy = [], 0, None
+        self._batches, self._left_out = [], False
 
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
@@ -161,15 +166,16 @@ class StepGuard:
         self._unhealthy = flag if self._unhealthy is None else self._unhealthy | flag
 
     def reject_step(self) -> None:
-        """Leave this step out, where there is no loss to reject; backward may run or not."""
-        self._rejected = REJECTED
+        """Leave this step out, that of every optimizer; backward may run or not."""
+        self._left_out = True
 
     @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
         """Judge the step that ``optimizer`` is about to take; a bad one will leave no trace.
 
         Args:
-            optimizer: one of those guarded; its gradients are complete, and not yet clipped.
+            optimizer: one of those guarded; its gradients are complete, and not yet clipped. In fast mode those of a
+                bad step stay what they are, so that clipping must not raise at NaN (``error_if_nonfinite=False``).
             context: comes back with the outcome.
 
         Returns:
@@ -183,8 +189,9 @@ class StepGuard:
         loss = self._loss(judge)
         amax, last_amax = (self.fp8.amax(), self.fp8.last_amax()) if self.fp8.names else (None, None)
         batch = torch.stack(self._batches).sum() if self._batches else None
-        self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected, self._unhealthy)
-        pending = _Pending(index, self.flag, judge.message, judge.scores, context)
+        rejected = REJECTED if self._left_out else self._rejected
+        self.flag = judge.judge(loss, batch, amax, last_amax, rejected, self._unhealthy)
+        pending = _Pending(index, self.flag, judge.message, judge.scores, context, self._window)
         # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
         if self.fast and optimizer.state:
             self._skip_on_device(optimizer)
@@ -198,37 +205,40 @@ class StepGuard:
             if not self.accepted:
                 self._skip_on_host(optimizer)
         self._pending.append(pending)
-        self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
+        # The data is every optimizer's, a loss is one's own.
+        self._losses, self._rejected, self._unhealthy = [], 0, None
         return self.accepted
 
     def outcomes(self, *, everything: bool = True) -> list[Outcome]:
         """What became known since the last call; to be called each step, for what is not collected is kept.
 
         Args:
-            everything: wait for a fast last step too; otherwise for those before it only, which costs no time.
+            everything: wait for a fast last step too; otherwise for those before it only, which costs no time. What
+                several optimizers did between two calls of :meth:`begin` counts as one step.
 
         Returns:
             The steps' outcomes, in order.
         """
-        known: list[Outcome] = []
-        while self._pending and (everything or len(self._pending) > 1 or not self._pending[0].late):
-            pending = self._pending.pop(0)
-            known.append(Outcome(pending.context, self._finding(pending)))
-        return known
+        last = [pending for pending in self._pending if pending.window == self._window]
+        kept = last if not everything and any(pending.late for pending in last) else []
+        known, self._pending = [pending for pending in self._pending if pending not in kept], kept
+        return [Outcome(pending.context, self._finding(pending)) for pending in known]
 
     def rejected_in_a_row(self, before: int = 0) -> int:
         """How many steps in a row, up to the last, were rejected. Waits for those not yet collected.
 
+        What several optimizers did between two calls of :meth:`begin` counts as one step, rejected if one of them was.
+
         Args:
             before: the same, up to the last that was collected.
         """
-        for pending in self._pending:
-            before = before + 1 if pending.rejected() else 0
+        for _, steps in groupby(self._pending, key=lambda pending: pending.window):
+            before = before + 1 if any(pending.rejected() for pending in steps) else 0
         return before
 
     def forget(self) -> None:
-        """Drop what is not collected: its steps are undone."""
-        self._pending.clear()
+        """Drop the accepted steps that are not collected: they are undone. Rejected ones are still to be told."""
+        self._pending = [pending for pending in self._pending if pending.rejected()]
 
     def _finding(self, pending: _Pending) -> Finding | None:
         if not pending.rejected():
@@ -283,7 +293,8 @@ class StepGuard:
         self.fp8.discard()
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Leave optimizers and layers as they were: fallbacks end."""
+        self.fp8.all_back()
         for optimizer in self.optimizers:
             optimizer.__dict__.pop("found_inf", None)
 
@@ -291,7 +302,8 @@ class StepGuard:
         """Statistics of accepted steps, and the outcomes not yet collected: plain values and tensors on the CPU."""
         return {
             "statistics": [judge.statistics.state_dict() for judge in self.judges],
-            "pending": [pending.state_dict() for pending in self._pending],
+            # Negative windows: before those of the guard that goes on.
+            "pending": [{**p.state_dict(), "window": p.window - self._window - 1} for p in self._pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,10 +317,17 @@ class _Pending:
     """A verdict on its way to the host."""
 
     def __init__(
-        self, judge: int, flag: Tensor, message: Tensor, scores: Tensor, context: dict[str, Any], late: bool = True
+        self,
+        judge: int,
+        flag: Tensor,
+        message: Tensor,
+        scores: Tensor,
+        context: dict[str, Any],
+        window: int,
+        late: bool = True,
     ) -> None:
         self.judge, self.flag, self.message, self.scores, self.context = judge, flag, message, scores, context
-        self.late = late
+        self.window, self.late = window, late
         self._copied: torch.cuda.Event | None = None
 
     def copy_flag(self) -> None:
@@ -325,7 +344,7 @@ class _Pending:
         return bool(self.flag)
 
     def state_dict(self) -> dict[str, Any]:
-        """The constructor's arguments, on the CPU."""
+        """The constructor's arguments but the window, on the CPU."""
         tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
         return {"judge": self.judge, **tensors, "context": self.context, "late": self.late}
 

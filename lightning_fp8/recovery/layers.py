@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN, on_cpu
+from lightning_fp8.telemetry import Telemetry
 
 
 class FP8Layers:
@@ -24,7 +25,7 @@ class FP8Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._conversions = conversions(model)
+        self._model, self._conversions = model, conversions(model)
         prefixes: dict[int, str] = {}
         # From the inside out, the first module that holds a conversion is its own.
         for prefix, module in reversed(list(model.named_modules())):
@@ -36,6 +37,7 @@ class FP8Layers:
                 full = ".".join(part for part in (prefixes[id(conversion)], name) if part)
                 self._rows[full] = (conversion, name)
         self.names = list(self._rows)
+        self._switched_off: set[str] = set()
 
     def amax(self) -> Tensor:
         """Of the running step, fp32 ``[layers, roles]``, negative where not seen."""
@@ -59,9 +61,10 @@ class FP8Layers:
                 amax[index] *= factor
 
     def discard(self, rejected: Tensor | bool = True) -> None:
-        """Forget the running step, if ``rejected``."""
+        """Forget the running step, if ``rejected``; layers in high precision that somebody watches forget it too."""
         for conversion in self._conversions:
             conversion.runtime.discard(rejected)
+        Telemetry.discard(self._model, rejected)
 
     def set_enabled(self, names: Iterable[str], enabled: bool) -> None:
         """Switch layers to high precision, or back to FP8."""
@@ -69,6 +72,11 @@ class FP8Layers:
             if name in self._rows:
                 conversion, row = self._rows[name]
                 conversion.runtime.set_enabled([row], enabled)
+                (self._switched_off.discard if enabled else self._switched_off.add)(name)
+
+    def all_back(self) -> None:
+        """Switch every layer back to FP8 that was switched to high precision here."""
+        self.set_enabled(tuple(self._switched_off), True)
 
     def live_state(self) -> dict[str, Any]:
         """The scale state of all of them, its tensors where they are."""

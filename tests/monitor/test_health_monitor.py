@@ -58,6 +58,26 @@ def test_what_a_fault_leaves_behind_is_the_same_event() -> None:
     assert (event.step, event.layer, event.role, event.steps) == (3, MIDDLE, "input", 5)
 
 
+def test_another_fit_is_another_event() -> None:
+    monitor = FP8HealthMonitor()
+    for _ in range(2):
+        fault = Fault(1, MIDDLE, "input", math.nan)
+        fit(monitor, Plant(fault, keep_gradients=True), steps=3, plugin=precision())
+    assert [(event.step, event.steps) for event in monitor.events] == [(1, 2), (1, 2)]
+    ruined = Net()
+    torch.nn.init.constant_(ruined.late.weight, math.nan)
+    fit(monitor, steps=1, plugin=precision(), model=ruined)
+    assert [(event.step, event.layer, event.role) for event in monitor.events[2:]] == [(0, MIDDLE, "weight")]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", None])
+def test_what_recovery_rejects_never_enters(recipe: str | None) -> None:
+    """With FP8 layers and without."""
+    monitor, recovery = FP8HealthMonitor(), SkipBatchRecovery(skip_batches=[(0, 3)], log=None)
+    fit(monitor, recovery, steps=6, plugin=precision(recipe) if recipe else None)
+    assert monitor._health is not None and (monitor._health.count == 5).all()
+
+
 def needs(backend: str) -> str:
     if backend == "torchao":
         pytest.importorskip("torchao")

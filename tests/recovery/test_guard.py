@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_fp8 import convert_model, step
@@ -175,6 +176,32 @@ def test_several_optimizers_have_their_own_statistics_and_verdicts():
     assert findings[1].culprits[-1].where in ("1.weight", "1.bias")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_several_optimizers_did_becomes_known_and_counts_as_one_step(fused):
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2, momentum=0.9, fused=fused) for m in (one, two)]
+    guard = StepGuard(nn.ModuleList([one, two]), optimizers)
+    known, before = [], 0
+    for number, factors in enumerate([(1.0, 1.0), (1.0, math.nan), (math.nan, 1.0), (math.nan, math.nan)]):
+        guard.begin()
+        for module, optimizer, factor in zip((one, two), optimizers, factors, strict=True):
+            loss = module(torch.ones(2, 4)).sum() * factor
+            guard.observe(loss)
+            loss.backward()
+            guard.decide(optimizer, number=number)
+            optimizer.step()
+            optimizer.zero_grad()
+        twin = StepGuard(nn.ModuleList([one, two]), optimizers)
+        twin.load_state_dict(copy.deepcopy(guard.state_dict()))
+        assert guard.rejected_in_a_row(before) == twin.rejected_in_a_row(before) == number
+        outcomes = guard.outcomes(everything=False)
+        known.append([outcome.context["number"] for outcome in outcomes])
+        before += any(outcome.finding is not None for outcome in outcomes)
+    assert known == ([[0, 0], [], [1, 1], [2, 2]] if fused else [[0, 0], [1, 1], [2, 2], [3, 3]])
+    guard.forget()
+    assert [outcome.finding is not None for outcome in guard.outcomes()] == [True] * (2 * fused)
+
+
 def test_state_resumes_with_what_was_not_collected():
     model = make_model(False)
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
@@ -240,6 +267,25 @@ def test_under_a_grad_scaler(fused):
     assert [finding is not None for finding in findings] == [False, False, False, True, False]
     assert findings[3].culprits[0].where == "loss" and not findings[3].overflow and scaler.get_scale() == 8.0
     assert findings[3].loss < 5e3, "the loss is told unscaled"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_with_fabric_as_documented(fused):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    raw = make_model(False)
+    model, optimizer = fabric.setup(raw, torch.optim.AdamW(raw.parameters(), 1e-2, fused=fused))
+    guard = StepGuard(raw, [optimizer.optimizer])
+    for number, batch in enumerate([*make_batches(3), torch.full((16, 16), math.nan)]):
+        before = everything(raw, optimizer.optimizer)
+        guard.begin()
+        loss = model(batch).square().mean()
+        guard.observe(loss)
+        fabric.backward(loss)
+        guard.decide(optimizer.optimizer, number=number)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal(before, everything(raw, optimizer.optimizer)), "the last step was skipped"
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])

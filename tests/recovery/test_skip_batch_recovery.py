@@ -168,6 +168,85 @@ def test_manual_optimization_with_two_optimizers(tmp_path, mode):
         assert [i for i, accepted in enumerate(model.recovered) if not accepted] == [5]
 
 
+class Adversaries(Manual):
+    """From batch 10 on one optimizer's loss is bad, the first's, the second's or both."""
+
+    def __init__(self, bad, optimizer):
+        super().__init__(optimizer)
+        self.bad = bad
+
+    def training_step(self, batch, batch_idx):
+        for place, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) * (NAN if batch_idx >= 10 and place in self.bad else 1.0))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
+def test_a_batch_counts_once_however_many_optimizers_step_on_it(tmp_path, mode, bad):
+    callback = recovery(spike=None, skips=2, log=None)
+    with pytest.raises(RecoveryExhausted, match="9 bad steps in a row"):
+        fit(tmp_path, [callback], model=Adversaries(bad, MODES[mode]), max_steps=64)
+    events = rejected(callback)
+    assert [event["action"] for event in events if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
+    batches = [event["batches"] for event in events]
+    assert batches == [[10 + i] for i in range(len(events) // len(bad)) for _ in bad], "each step has its line"
+
+
+class Gan(pl.LightningModule):
+    """A discriminator, which sees the data, and a generator, which does not; trained in the order asked for."""
+
+    automatic_optimization = False
+
+    def __init__(self, order, fused):
+        super().__init__()
+        torch.manual_seed(7)
+        self.g = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.d = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.order, self.fused, self.weights = order, fused, []
+
+    def training_step(self, batch, batch_idx):
+        optimizers = dict(zip("gd", self.optimizers(), strict=True))
+        made = self.g(torch.randn(16, 16))
+        for name in self.order:
+            if name == "d":
+                loss = nn.functional.softplus(self.d(made.detach()) - self.d(batch[0])).mean()
+            else:
+                loss = nn.functional.softplus(-self.d(made)).mean()
+            optimizers[name].zero_grad()
+            self.manual_backward(loss)
+            optimizers[name].step()
+        self.weights.append([part[0].weight.detach().clone() for part in (self.g, self.d)])
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), 1e-3, fused=self.fused) for part in (self.g, self.d)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", ["dg", "gd"])
+@pytest.mark.parametrize("monitored", [False, True])
+def test_of_two_optimizers_only_the_one_that_met_the_bad_data_is_rejected(tmp_path, order, fused, monitored):
+    monitor = FP8HealthMonitor({"nonfinite": "recover"}, progress_bar=False)
+    callback, model = recovery(spike=None, log=None), Gan(order, fused)
+    callbacks = [FaultInjector([Fault("batch", 20)]), *([monitor] if monitored else []), callback]
+    fit(tmp_path, callbacks, model=model, plugins=[FP8Precision()], max_steps=40)
+    (event,) = rejected(callback)
+    assert (event["step"], event["verdict"], event["layer"]) == (20 + order.index("d"), "nonfinite", "batch")
+    before, after = model.weights[9:11]
+    assert not torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    if monitored:
+        assert [(e.step, e.kind, e.layer, e.role) for e in monitor.events] == [(20, "nonfinite", "d.0", "input")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_is_left_out_by_every_optimizer(tmp_path, fused):
+    callback, model = recovery(skip_batches=[(0, 10)], log=None), Gan("dg", fused)
+    fit(tmp_path, [callback], model=model, plugins=[FP8Precision()], max_steps=40)
+    assert [(event["step"], event["verdict"]) for event in rejected(callback)] == [(20, "rejected"), (21, "rejected")]
+    assert all(torch.equal(one, other) for one, other in zip(*model.weights[9:11], strict=True))
+
+
 class GivesUp(Net):
     """Gives a batch up in one of the ways there are."""
 
@@ -213,6 +292,25 @@ def test_left_out_batches_leave_no_trace(tmp_path):
     other, _ = fit(tmp_path, [again], model=Net(dropout=0.0), max_steps=50)
     assert same_weights(model, other) and len(rejected(again)) == 2
     assert SkipBatchRecovery(skip_batches=[(0, 5), (1, 3)]).skip_batches == again.skip_batches
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rejected_step_is_logged_and_counted_once_whoever_saves(tmp_path, mode, every):
+    """All data is bad from some batch on. A save may rewind while the host does not know yet what became of a step."""
+    saves = [ModelCheckpoint(tmp_path, every_n_train_steps=every)] if every else []
+    callback = recovery(skips=2, log="auto")
+    faults = [Fault("batch", step) for step in range(12, 32)]
+    with pytest.raises(RecoveryExhausted):
+        fit(
+            tmp_path, [FaultInjector(faults), callback, *saves], model=Net(MODES[mode]), max_steps=32,
+            enable_checkpointing=bool(saves),
+        )  # fmt: skip
+    steps = [event["step"] for event in rejected(callback)]
+    # Nine climb the ladder; of fast ones three more are over when it is known what to do: two rewinds, and the stop.
+    assert steps == list(range(12, 12 + len(steps))) and len(steps) in ((9,) if mode == "exact" else (9, 12))
+    assert SkipBatchRecovery(skip_batches=tmp_path / "recovery.jsonl").skip_batches == {(0, step) for step in steps}
+    assert [event["action"] for event in rejected(callback) if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -341,6 +439,51 @@ def test_guilty_layers_fall_back_and_come_again_with_backoff(tmp_path, mode):
     again = [event for event in callback.events.recent if event["event"] == "fp8_again"]
     assert falls[0]["layers"] == ["net.0", "net.2"] and [f["steps"]["net.2"] for f in falls[:3]] == [5, 10, 20]
     assert len(again) >= 2 and trainer.global_step == 60 and math.isfinite(test_loss(model))
+
+
+class Summaries(pl.Callback):
+    """What the summary says of the second layer in each step."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.said = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        line = next(line for line in trainer.precision_plugin.summary().splitlines() if line.startswith("net.2"))
+        assert line.split()[1] == ("FP8" if pl_module.net[2].fp8.enabled else "high")
+        self.said.append(line.split()[1] == "FP8")
+
+
+def test_fallbacks_end_with_their_fit_and_go_on_in_a_resumed_one(tmp_path):
+    callback, summaries = recovery(skips=0, fallback_steps=15, log=None), Summaries()
+
+    def run(model, *callbacks, **settings):
+        fit(tmp_path, [*callbacks, callback, summaries], model=model, plugins=[FP8Precision()], **settings)
+        return summaries.said
+
+    model, saver = TwoBlocks(), ModelCheckpoint(tmp_path, save_last=True)
+    injector = FaultInjector([Fault("activation", 3, "net.0")])
+    assert run(model, injector, saver, max_steps=10, enable_checkpointing=True) == [True] * 4 + [False] * 6
+    assert model.net[2].fp8.enabled, "a later fit without recovery trains it in FP8"
+    assert run(TwoBlocks(), max_steps=5) == [True] * 5, "the next fit starts clean"
+    # Nine more accepted steps of fifteen: as if the first fit had gone on.
+    assert run(TwoBlocks(), max_steps=25, ckpt_path=saver.last_model_path) == [False] * 9 + [True] * 6
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_fallbacks_end_with_an_exception_too(tmp_path, retry):
+    class Raises(TwoBlocks):
+        def training_step(self, batch, batch_idx):
+            if not self.net[2].fp8.enabled:
+                raise ValueError("a bug that only high precision meets")
+            return super().training_step(batch, batch_idx)
+
+    model, callback = Raises(), recovery(skips=0, retry=retry, log=None)
+    with pytest.raises(ValueError, match="a bug"):
+        fit(
+            tmp_path, [FaultInjector([Fault("activation", 3, "net.0")]), callback], model=model,
+            plugins=[FP8Precision()], max_steps=10,
+        )  # fmt: skip
+    assert model.net[2].fp8.enabled
 
 
 def last_words(tmp_path, fault, **settings) -> str:

@@ -6,12 +6,13 @@ import statistics
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from recovery_models import Net, fit, make_data, make_loader, test_loss
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fp8 import FP8Precision
+from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks.ema import EMAOfAcceptedSteps
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
@@ -93,8 +94,6 @@ def test_the_average_wants_exact_recovery(tmp_path):
 
 
 def test_a_checkpoint_of_an_average_is_guarded_too(tmp_path):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     recovery = SkipBatchRecovery(snapshot_every=5, rewinds=1, log=None)
     faults = [Fault("weight", 12, "net.0"), Fault("weight", 14, "net.0")]
@@ -106,6 +105,39 @@ def test_a_checkpoint_of_an_average_is_guarded_too(tmp_path):
         state = torch.load(path, weights_only=True)
         for key in ("state_dict", "current_model_state"):
             assert all(value.isfinite().all() for value in state[key].values()), (path, key)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("first", ["average", "recovery"])
+@pytest.mark.parametrize("kind", ["weight", "bit_flip"])
+def test_an_average_goes_back_with_the_weights(tmp_path, optimizer, first, kind):
+    """A bad weight enters Lightning's own average after the step that is rejected for it."""
+    average, recovery = EMAWeightAveraging(decay=0.9), SkipBatchRecovery(snapshot_every=5, log=None)
+    callbacks = [average, recovery] if first == "average" else [recovery, average]
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=30)
+    faults = FaultInjector([Fault(kind, 21, "net.4")])
+    model, _ = fit(tmp_path, [faults, *callbacks, saver], model=Net(optimizer), max_steps=30, enable_checkpointing=True)
+    assert recovery.events.counts["rewind"] == 1
+    saved = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    for state in (saved, model.state_dict()):
+        assert all(value.isfinite().all() and value.abs().max() < 1e3 for value in state.values())
+
+
+def test_an_average_of_epochs_goes_back_too(tmp_path):
+    callbacks = [StochasticWeightAveraging(1e-3, swa_epoch_start=1), SkipBatchRecovery(log=None)]
+    model = Net(schedule=False)
+    _, trainer = fit(tmp_path, callbacks, model=model, loader=make_loader(64), max_steps=-1, max_epochs=4)
+    averages, snapshots = Averages(trainer), callbacks[1].snapshots
+    good = {name: tensor.clone() for name, tensor in averages.live_state().items()}
+    snapshots.capture()
+    snapshots.promote()
+    for tensor in averages.live_state().values():
+        tensor.fill_(7)
+    snapshots.restore()
+    assert good["0.averaged"] > 0
+    assert all(torch.equal(tensor, good[name]) for name, tensor in averages.live_state().items())
+    averages.load_state_dict({name: tensor for name, tensor in good.items() if name != "0.averaged"})
+    assert averages.live_state()["0.averaged"] == 0, "it had not begun"
 
 
 def test_random_faults_are_the_same_for_the_same_seed():
