@@ -271,8 +271,12 @@ class SkipBatchRecovery(Callback):
         self._releases = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._escalation is not None:
-            self._escalation.write_skipped(self._running().outcomes())
+        escalation = self._escalation
+        if escalation is not None:
+            # No save need have come after the last steps, and the verdict on the very last one may come only now.
+            if escalation.doubtful() and self.snapshots is not None and self.snapshots.good is not None:
+                escalation.rewind("at the end of the fit")
+            escalation.write_skipped(self._running().outcomes())
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

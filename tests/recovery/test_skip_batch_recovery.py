@@ -361,8 +361,6 @@ def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
     """A weight goes bad where no rewind may mend it; a checkpoint after every step; none may hold it."""
     settings = {"skips": 100, "rewinds": 1}
     faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0"), Fault("batch", 26), Fault("batch", 27)]
-    model, _ = fit(tmp_path, [FaultInjector(faults), recovery(**settings)], model=Net(MODES[mode]), max_steps=30)
-    assert math.isnan(test_loss(model)), "the fault is real"
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     callback = recovery(**settings)
     model, _ = fit(
@@ -378,6 +376,18 @@ def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
         assert all(value.isfinite().all() for value in moments), path
     reasons = [(e["step"], e.get("reason")) for e in callback.events.recent if e["event"] == "rewind"]
     assert (28, "before a save") in reasons and len(reasons) == 3
+
+
+@pytest.mark.parametrize("step", [22, 29])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fit_without_saves_leaves_no_bad_weights_behind(tmp_path, mode, step):
+    """A weight goes bad where no rewind may mend it, or in the very last step."""
+    faults = [Fault("weight", 15, "net.0"), Fault("weight", step, "net.0")]
+    callback = recovery(skips=100, rewinds=1)
+    model, trainer = fit(tmp_path, [FaultInjector(faults), callback], model=Net(MODES[mode]), max_steps=30)
+    rewinds = [e for e in callback.events.recent if e["event"] == "rewind"]
+    assert (rewinds[-1]["step"], rewinds[-1]["reason"]) == (30, "at the end of the fit")
+    assert math.isfinite(test_loss(model)) and trainer.global_step == 30
 
 
 @pytest.mark.parametrize("mode", MODES)
