@@ -19,6 +19,7 @@ With it, a plain PyTorch or Fabric loop is guarded like this::
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,7 +71,8 @@ class StepGuard:
 
     Args:
         model: its buffers and parameter names; not a wrapper around it.
-        optimizers: whose steps are judged, each with statistics of its own.
+        optimizers: whose steps are judged, each with statistics of its own. Parameter groups that join later are judged
+            like the others; an optimizer's statistics then begin anew.
         thresholds: when a finite step is bad.
         mode: ``auto`` is fast where every optimizer is fused and no dynamic loss scale is used.
         scaler: of the loss, if there is one.
@@ -85,7 +87,7 @@ class StepGuard:
 
     Raises:
         ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale; an optimizer that
-            runs backward itself.
+            runs backward itself. :meth:`decide` raises the first also where a group joins that is not fused.
     """
 
     def __init__(
@@ -106,12 +108,12 @@ class StepGuard:
         self.loss_scaled = isinstance(scaler, torch.amp.GradScaler) or (
             scaler is not None and scaler.loss_scale == "dynamic"
         )
-        self.fast = _choose_mode(mode, optimizers, self.loss_scaled)
+        self.fast, self._mode, self._model = _choose_mode(mode, optimizers, self.loss_scaled), mode, model
         self.fp8, self.scaler, self.optimizers = FP8Layers(model), scaler, list(optimizers)
         self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.accepted: bool | None = True
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.judges = [self._judge(optimizer, names, group) for optimizer in self.optimizers]
+        self.judges = [self._judge(optimizer, group) for optimizer in self.optimizers]
+        self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
         self.device = self.judges[0].device
         self.flag = torch.zeros((), dtype=torch.bool, device=self.device)
         self._group = group
@@ -122,13 +124,26 @@ class StepGuard:
         self._unhealthy: Tensor | None = None
         self._pending: list[_Pending] = []
 
-    def _judge(self, optimizer: Optimizer, names: dict[int, str], group: dist.ProcessGroup | None) -> Judge:
-        parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    def _judge(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> Judge:
+        parameters = _parameters(optimizer)
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
+        return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device, group)
+
+    def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         labels = [names.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)]
-        layout = Layout(labels, self.fp8.names, self.ranks)
-        return Judge(parameters, layout, self.thresholds, parameters[0].device, group)
+        return Layout(labels, self.fp8.names, self.ranks)
+
+    def _follow(self, index: int) -> Judge:
+        """The judge of an optimizer, of all that it steps by now: parameter groups may have joined in mid-run."""
+        optimizer, judge = self.optimizers[index], self.judges[index]
+        parameters = _parameters(optimizer)
+        if len(parameters) != len(judge.parameters) or not all(map(operator.is_, parameters, judge.parameters)):
+            self.fast = self.fast and _choose_mode(self._mode, self.optimizers, self.loss_scaled)
+            judge.watch(parameters, self._layout(parameters))
+            self._without_state[index] = _with_momentum(optimizer)
+        return judge
 
     def begin(self) -> None:
         """A step's first forward is about to begin."""
@@ -176,7 +191,7 @@ class StepGuard:
             Whether it was accepted; None where the host doesn't know yet.
         """
         index = next(i for i, other in enumerate(self.optimizers) if other is optimizer)
-        judge = self.judges[index]
+        judge = self._follow(index)
         if isinstance(self.scaler, torch.amp.GradScaler) and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers leave that to their step, which would come too late for the norm.
             self.scaler.unscale_(optimizer)
@@ -184,9 +199,8 @@ class StepGuard:
         amax, last_amax = (self.fp8.amax(), self.fp8.last_amax()) if self.fp8.names else (None, None)
         batch = torch.stack(self._batches).sum() if self._batches else None
         self.flag = judge.judge(loss, batch, amax, last_amax, self._rejected, self._unhealthy)
-        pending = _Pending(index, self.flag, judge.message, judge.scores, context)
-        # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
-        if self.fast and optimizer.state:
+        pending = _Pending(judge.layout, self.flag, judge.message, judge.scores, context)
+        if self.fast and not self._first_step(index):
             self._skip_on_device(optimizer)
             self.accepted = None
             pending.copy_flag()
@@ -200,6 +214,15 @@ class StepGuard:
         self._pending.append(pending)
         self._losses, self._batches, self._rejected, self._unhealthy = [], [], 0, None
         return self.accepted
+
+    def _first_step(self, index: int) -> bool:
+        """Whether the optimizer has no state yet, or none for a parameter that it is about to step.
+
+        SGD's fused kernel, kept from such a step on the device, would leave the momentum unset.
+        """
+        state = self.optimizers[index].state
+        without = self._without_state[index] = [p for p in self._without_state[index] if p not in state]
+        return not state or any(p.grad is not None for p in without)
 
     def outcomes(self, *, everything: bool = True) -> list[Outcome]:
         """What became known since the last call; to be called each step, for what is not collected is kept.
@@ -229,12 +252,13 @@ class StepGuard:
     def forget(self) -> None:
         """Drop what is not collected: its steps are undone."""
         self._pending.clear()
+        self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
 
     def _finding(self, pending: _Pending) -> Finding | None:
         if not pending.rejected():
             return None
         details = pending.message.cpu(), pending.scores.cpu()
-        return self.judges[pending.judge].layout.findings(*details, self.thresholds, self.loss_scaled)
+        return pending.layout.findings(*details, self.thresholds, self.loss_scaled)
 
     @torch.no_grad()
     def bad_weights(self, *, alone: bool = False) -> list[Culprit]:
@@ -244,7 +268,7 @@ class StepGuard:
             alone: look at this rank's only; otherwise every rank must call.
         """
         names, owners = [], []
-        for judge in self.judges:
+        for judge in map(self._follow, range(len(self.judges))):
             names += judge.layout.parameters
             owners += judge.parameters
         floating = [local_values(p.detach()) for p in owners]
@@ -298,16 +322,16 @@ class StepGuard:
         """Go on where ``state`` was."""
         for judge, statistics in zip(self.judges, state["statistics"], strict=False):
             judge.statistics.load_state_dict(statistics)
-        self._pending = [_Pending(**pending) for pending in state["pending"]]
+        self._pending = [_Pending(**{**pending, "layout": Layout(**pending["layout"])}) for pending in state["pending"]]
 
 
 class _Pending:
     """A verdict on its way to the host."""
 
     def __init__(
-        self, judge: int, flag: Tensor, message: Tensor, scores: Tensor, context: dict[str, Any], late: bool = True
+        self, layout: Layout, flag: Tensor, message: Tensor, scores: Tensor, context: dict[str, Any], late: bool = True
     ) -> None:
-        self.judge, self.flag, self.message, self.scores, self.context = judge, flag, message, scores, context
+        self.layout, self.flag, self.message, self.scores, self.context = layout, flag, message, scores, context
         self.late = late
         self._copied: torch.cuda.Event | None = None
 
@@ -325,9 +349,18 @@ class _Pending:
         return bool(self.flag)
 
     def state_dict(self) -> dict[str, Any]:
-        """The constructor's arguments, on the CPU."""
+        """Plain values, and tensors on the CPU."""
         tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
-        return {"judge": self.judge, **tensors, "context": self.context, "late": self.late}
+        return {"layout": self.layout.state_dict(), **tensors, "context": self.context, "late": self.late}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that get a state: without momentum SGD keeps none."""
+    return [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"]]
 
 
 def _choose_mode(mode: Mode, optimizers: Sequence[Optimizer], loss_scaled: bool) -> bool:
