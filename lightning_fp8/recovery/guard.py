@@ -19,6 +19,7 @@ With it, a plain PyTorch or Fabric loop is guarded like this::
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -71,7 +72,8 @@ class StepGuard:
 
     Args:
         model: its buffers and parameter names; not a wrapper around it.
-        optimizers: whose steps are judged, each with statistics of its own.
+        optimizers: whose steps are judged, each with statistics of its own. Parameter groups that join later are judged
+            like the others; an optimizer's statistics then begin anew.
         thresholds: when a finite step is bad.
         mode: ``auto`` is fast where every optimizer is fused and no dynamic loss scale is used.
         scaler: of the loss, if there is one.
@@ -86,7 +88,7 @@ class StepGuard:
 
     Raises:
         ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale; an optimizer that
-            runs backward itself.
+            runs backward itself. :meth:`decide` raises the first also where a group joins that is not fused.
     """
 
     def __init__(
@@ -107,12 +109,12 @@ class StepGuard:
         self.loss_scaled = isinstance(scaler, torch.amp.GradScaler) or (
             scaler is not None and scaler.loss_scale == "dynamic"
         )
-        self.fast = _choose_mode(mode, optimizers, self.loss_scaled)
+        self.fast, self._mode, self._model = _choose_mode(mode, optimizers, self.loss_scaled), mode, model
         self.fp8, self.scaler, self.optimizers = FP8Layers(model), scaler, list(optimizers)
         self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.accepted: bool | None = True
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.judges = [self._judge(optimizer, names, group) for optimizer in self.optimizers]
+        self.judges = [self._judge(optimizer, group) for optimizer in self.optimizers]
+        self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
         self.device = self.judges[0].device
         self.flag = torch.zeros((), dtype=torch.bool, device=self.device)
         self._group = group
@@ -125,13 +127,26 @@ class StepGuard:
         self._pending: list[_Pending] = []
         self._window = 0
 
-    def _judge(self, optimizer: Optimizer, names: dict[int, str], group: dist.ProcessGroup | None) -> Judge:
-        parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    def _judge(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> Judge:
+        parameters = _parameters(optimizer)
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
+        return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device, group)
+
+    def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         labels = [names.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)]
-        layout = Layout(labels, self.fp8.names, self.ranks)
-        return Judge(parameters, layout, self.thresholds, parameters[0].device, group)
+        return Layout(labels, self.fp8.names, self.ranks)
+
+    def _follow(self, index: int) -> Judge:
+        """The judge of an optimizer, of all that it steps by now: parameter groups may have joined in mid-run."""
+        optimizer, judge = self.optimizers[index], self.judges[index]
+        parameters = _parameters(optimizer)
+        if len(parameters) != len(judge.parameters) or not all(map(operator.is_, parameters, judge.parameters)):
+            self.fast = self.fast and _choose_mode(self._mode, self.optimizers, self.loss_scaled)
+            judge.watch(parameters, self._layout(parameters))
+            self._without_state[index] = _with_momentum(optimizer)
+        return judge
 
     def begin(self) -> None:
         """A step's first forward is about to begin; of several optimizers, the first one's."""
@@ -182,7 +197,7 @@ class StepGuard:
             Whether it was accepted; None where the host doesn't know yet.
         """
         index = next(i for i, other in enumerate(self.optimizers) if other is optimizer)
-        judge = self.judges[index]
+        judge = self._follow(index)
         if isinstance(self.scaler, torch.amp.GradScaler) and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers leave that to their step, which would come too late for the norm.
             self.scaler.unscale_(optimizer)
@@ -191,9 +206,8 @@ class StepGuard:
         batch = torch.stack(self._batches).sum() if self._batches else None
         rejected = REJECTED if self._left_out else self._rejected
         self.flag = judge.judge(loss, batch, amax, last_amax, rejected, self._unhealthy)
-        pending = _Pending(index, self.flag, judge.message, judge.scores, context, self._window)
-        # Before its first step an optimizer has no state yet, and SGD's fused kernel would leave its momentum unset.
-        if self.fast and optimizer.state:
+        pending = _Pending(judge.layout, self.flag, judge.message, judge.scores, context, self._window)
+        if self.fast and not self._first_step(index):
             self._skip_on_device(optimizer)
             self.accepted = None
             pending.copy_flag()
@@ -208,6 +222,15 @@ class StepGuard:
         # The data is every optimizer's, a loss is one's own.
         self._losses, self._rejected, self._unhealthy = [], 0, None
         return self.accepted
+
+    def _first_step(self, index: int) -> bool:
+        """Whether the optimizer has no state yet, or none for a parameter that it is about to step.
+
+        SGD's fused kernel, kept from such a step on the device, would leave the momentum unset.
+        """
+        state = self.optimizers[index].state
+        without = self._without_state[index] = [p for p in self._without_state[index] if p not in state]
+        return not state or any(p.grad is not None for p in without)
 
     def outcomes(self, *, everything: bool = True) -> list[Outcome]:
         """What became known since the last call; to be called each step, for what is not collected is kept.
@@ -239,12 +262,13 @@ class StepGuard:
     def forget(self) -> None:
         """Drop the accepted steps that are not collected: they are undone. Rejected ones are still to be told."""
         self._pending = [pending for pending in self._pending if pending.rejected()]
+        self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
 
     def _finding(self, pending: _Pending) -> Finding | None:
         if not pending.rejected():
             return None
         details = pending.message.cpu(), pending.scores.cpu()
-        return self.judges[pending.judge].layout.findings(*details, self.thresholds, self.loss_scaled)
+        return pending.layout.findings(*details, self.thresholds, self.loss_scaled)
 
     @torch.no_grad()
     def bad_weights(self, *, alone: bool = False) -> list[Culprit]:
@@ -254,7 +278,7 @@ class StepGuard:
             alone: look at this rank's only; otherwise every rank must call.
         """
         names, owners = [], []
-        for judge in self.judges:
+        for judge in map(self._follow, range(len(self.judges))):
             names += judge.layout.parameters
             owners += judge.parameters
         floating = [local_values(p.detach()) for p in owners]
@@ -310,7 +334,7 @@ class StepGuard:
         """Go on where ``state`` was."""
         for judge, statistics in zip(self.judges, state["statistics"], strict=False):
             judge.statistics.load_state_dict(statistics)
-        self._pending = [_Pending(**pending) for pending in state["pending"]]
+        self._pending = [_Pending(**{**pending, "layout": Layout(**pending["layout"])}) for pending in state["pending"]]
 
 
 class _Pending:
@@ -318,7 +342,7 @@ class _Pending:
 
     def __init__(
         self,
-        judge: int,
+        layout: Layout,
         flag: Tensor,
         message: Tensor,
         scores: Tensor,
@@ -326,7 +350,7 @@ class _Pending:
         window: int,
         late: bool = True,
     ) -> None:
-        self.judge, self.flag, self.message, self.scores, self.context = judge, flag, message, scores, context
+        self.layout, self.flag, self.message, self.scores, self.context = layout, flag, message, scores, context
         self.window, self.late = window, late
         self._copied: torch.cuda.Event | None = None
 
@@ -344,9 +368,18 @@ class _Pending:
         return bool(self.flag)
 
     def state_dict(self) -> dict[str, Any]:
-        """The constructor's arguments but the window, on the CPU."""
+        """Plain values but the window, and tensors on the CPU."""
         tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
-        return {"judge": self.judge, **tensors, "context": self.context, "late": self.late}
+        return {"layout": self.layout.state_dict(), **tensors, "context": self.context, "late": self.late}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that get a state: without momentum SGD keeps none."""
+    return [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"]]
 
 
 def _choose_mode(mode: Mode, optimizers: Sequence[Optimizer], loss_scaled: bool) -> bool:

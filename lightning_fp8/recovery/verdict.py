@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,6 +199,10 @@ class Layout:
         self.parameters, self.layers, self.ranks = list(parameters), list(layers), ranks
         self.sizes = [ranks, ranks, ranks, ranks, len(parameters), len(layers) * len(ROLES), len(layers) * len(ROLES)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {"parameters": self.parameters, "layers": self.layers, "ranks": self.ranks}
+
     def split(self, message: Tensor) -> tuple[Tensor, ...]:
         """The seven parts, views."""
         return message.split(self.sizes)
@@ -304,6 +309,11 @@ class Judge:
         self.statistics = SpikeStatistics(thresholds, device)
         self.rank = dist.get_rank(group) if layout.ranks > 1 else 0
         self.message = self.scores = self.grad_norm = torch.zeros(0, device=device)
+
+    def watch(self, parameters: Sequence[Tensor], layout: Layout) -> None:
+        """Judge these from now on; the norm of their gradients is another quantity, so the statistics begin anew."""
+        self.parameters, self.layout = list(parameters), layout
+        self.statistics.reset()
 
     @torch.no_grad()
     def judge(

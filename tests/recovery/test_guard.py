@@ -103,6 +103,111 @@ def test_a_clean_run_is_not_touched(name, fp8):
     assert equal(*results)
 
 
+def unfreeze(model: nn.Module, optimizer) -> None:
+    """The first layers join the optimizer, as BackboneFinetuning has them do."""
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def frozen(name: str):
+    model = make_model(False)
+    model[0].requires_grad_(False)
+    return model, OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("bad_at", [4, 6])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd-fused"])
+def test_parameters_that_join_later_are_judged(name, bad_at):
+    """A gradient that is bad in them alone leaves no trace, in their first step (4) or later."""
+    results = []
+    for guarded in (False, True):
+        model, optimizer = frozen(name)
+        guard = StepGuard(model, [optimizer]) if guarded else None
+        outcomes = train(model, optimizer, make_batches(4), guard)
+        unfreeze(model, optimizer)
+        batches = make_batches(4)
+        for batch in [*batches[: bad_at - 4], None, *batches[bad_at - 4 :]]:
+            if batch is None and guard is not None:
+                handle = model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+                outcomes += train(model, optimizer, batches[:1], guard)
+                handle.remove()
+            elif batch is not None:
+                outcomes += train(model, optimizer, [batch], guard)
+        results.append([p.detach().clone() for p in model.parameters()])
+        results[-1] += [value for state in optimizer.state.values() for value in state.values()]
+        if guard is not None:
+            bad = [outcome.finding is not None for outcome in outcomes]
+            assert bad == [number == bad_at for number in range(9)] and guard.fast == ("fused" in name)
+            culprit = outcomes[bad_at].finding.culprits[-1]
+            assert (culprit.where, culprit.role) == ("0.weight", "gradient")
+    assert equal(*results)
+
+
+def test_statistics_begin_anew_with_new_parameters():
+    """A norm over more gradients is no spike."""
+    model, optimizer = frozen("adamw")
+    guard = StepGuard(model, [optimizer], Thresholds(warmup=2, window=8))
+    train(model, optimizer, make_batches(4), guard)
+    unfreeze(model, optimizer)
+    handle = model[0].weight.register_hook(lambda gradient: gradient * 1e4)
+    outcomes = train(model, optimizer, make_batches(4), guard)
+    assert [outcome.finding for outcome in outcomes] == [None] * 4 and guard.judges[0].statistics.count == 4
+    handle.remove()
+    model[0].weight.register_hook(lambda gradient: gradient * 1e9)
+    (outcome,) = train(model, optimizer, make_batches(1), guard)
+    assert outcome.finding.culprits[0].what == "spike"
+
+
+def test_a_verdict_from_before_parameters_joined_is_still_understood():
+    model, optimizer = frozen("adamw-fused")
+    guard = StepGuard(model, [optimizer])
+    train(model, optimizer, make_batches(2), guard)
+    for when in ("before", "after"):
+        guard.begin()
+        loss = model(make_batches(1)[0]).square().mean() * math.nan
+        guard.observe(loss)
+        loss.backward()
+        guard.decide(optimizer, when=when)
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "before":
+            twin = StepGuard(model, [optimizer])
+            unfreeze(model, optimizer)
+            twin.load_state_dict(guard.state_dict())
+    outcomes = guard.outcomes()
+    assert [outcome.context["when"] for outcome in outcomes] == ["before", "after"]
+    assert all(outcome.finding.culprits[0].where == "loss" for outcome in outcomes)
+    assert twin.outcomes()[0] == outcomes[0]
+
+
+def test_weights_that_joined_later_can_be_bad_too():
+    model, optimizer = frozen("adamw")
+    guard = StepGuard(model, [optimizer])
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    assert guard.bad_weights() == []
+    unfreeze(model, optimizer)
+    assert [culprit.where for culprit in guard.bad_weights()] == ["0.weight"]
+
+
+def test_fast_ends_where_a_group_joins_that_is_not_fused():
+    for mode in ("auto", "fast"):
+        model, optimizer = frozen("adamw-fused")
+        guard = StepGuard(model, [optimizer], mode=mode)
+        train(model, optimizer, make_batches(2), guard)
+        assert guard.fast
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "fused": False})
+        if mode == "fast":
+            with pytest.raises(ValueError, match="fused=True to AdamW"):
+                train(model, optimizer, make_batches(1), guard)
+        else:
+            bad = [torch.full((16, 16), math.nan)]
+            outcomes = train(model, optimizer, [*make_batches(1), *bad], guard)
+            assert [outcome.finding is not None for outcome in outcomes] == [False, True] and not guard.fast
+            assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_the_first_operand_of_fp8_is_named():
     model = make_model(True)
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -10,10 +10,10 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from recovery_models import Net, fit, make_data, make_loader, make_trainer, same_weights, test_loss
+from recovery_models import OPTIMIZERS, Net, fit, make_data, make_loader, make_trainer, same_weights, test_loss
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -135,6 +135,38 @@ def test_clipping_by_norm_does_not_spread_a_nan(tmp_path):
     model, _ = fit(tmp_path, [FaultInjector([Fault("gradient", 4, "net.4")]), callback], gradient_clip_val=1.0)
     assert len(rejected(callback)) == 1 and rejected(callback)[0]["layer"] == "net.4.weight"
     assert math.isfinite(test_loss(model))
+
+
+class BackboneLast(Net):
+    """Its first layer joins the optimizer in the second epoch, at step 8."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.backbone, self.net = self.net[:2], self.net[2:]
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.net(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer]([p for p in self.parameters() if p.requires_grad])
+
+
+class Unfreeze(BackboneFinetuning):
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_are_unfrozen_in_mid_run_are_judged(tmp_path, mode):
+    callback = recovery()
+    faults = [Fault("gradient", step, "backbone.0") for step in (8, 12)]
+    model, _ = fit(
+        tmp_path, [Unfreeze(), FaultInjector(faults), callback], model=BackboneLast(MODES[mode]),
+        loader=make_loader(128), max_steps=20,
+    )  # fmt: skip
+    events = [(event["step"], event["layer"], event["action"]) for event in callback.events.recent]
+    assert events == [(step, "backbone.0.weight", "skip") for step in (8, 12)]
+    assert callback.guard.fast == (mode == "fast") and math.isfinite(test_loss(model))
 
 
 class Manual(Net):
