@@ -52,6 +52,9 @@ class Snapshot:
 class Snapshots:
     """Captures and restores a module, its optimizers and whatever else has a state.
 
+    Parameter groups may join an optimizer in mid-run. Going back to a state from before them, all weights come back, the
+    groups stay, and their parameters lose the optimizer state that they have got since.
+
     Args:
         module: weights and buffers, restored in place.
         optimizers: state and parameter groups, restored in place.
@@ -139,10 +142,10 @@ class Snapshots:
         if self.candidate is not None:
             self._spare, self.candidate = self.candidate, None
         for optimizer, groups in zip(self.optimizers, good.groups, strict=True):
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 set_group_settings(group, saved)
         for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in _optimizer_parameters(index, optimizer):
+            for name, parameter in self._optimizer_parameters(index, optimizer):
                 # What the state did not hold then was made by steps that are undone.
                 state = optimizer.state.get(parameter, {})
                 for key in [k for k, v in state.items() if torch.is_tensor(v) and f"{name}.{k}" not in good.tensors]:
@@ -167,23 +170,23 @@ class Snapshots:
         found = [(f"parameter.{name}", local_values(p.detach())) for name, p in self.module.named_parameters()]
         found += [(f"buffer.{name}", local_values(b)) for name, b in self.module.named_buffers()]
         for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in _optimizer_parameters(index, optimizer):
+            for name, parameter in self._optimizer_parameters(index, optimizer):
                 state = optimizer.state.get(parameter, {})
                 found += [
                     (f"{name}.{key}", local_values(value)) for key, value in state.items() if torch.is_tensor(value)
                 ]
         return found
 
+    def _optimizer_parameters(self, index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(f"optimizer.{index}.{names.get(id(p), number)}", p) for number, p in enumerate(parameters)]
+
 
 def _place(name: str, index: int) -> str:
     """Where a tensor of another thing's state is kept: its place among the leaves of that state."""
     return f"other.{name}.{index}"
-
-
-def _optimizer_parameters(index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """The optimizer's parameters in the order that its state_dict numbers them."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(f"optimizer.{index}.{number}", parameter) for number, parameter in enumerate(parameters)]
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -85,10 +85,11 @@ class SpikeStatistics:
     Attributes:
         values: fp32 ``[signals, window]``; NaN where nothing was written yet.
         count: int64 ``[]``, accepted steps so far.
+        parameters: how many have their gradients in the norm; of others the norm is another quantity.
     """
 
-    def __init__(self, thresholds: Thresholds, device: torch.device | str = "cpu") -> None:
-        self.thresholds = thresholds
+    def __init__(self, thresholds: Thresholds, device: torch.device | str = "cpu", parameters: int = 0) -> None:
+        self.thresholds, self.parameters = thresholds, parameters
         self.values = torch.full((len(SIGNALS), thresholds.window), math.nan, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self._positions = torch.arange(thresholds.window, device=device)
@@ -115,17 +116,18 @@ class SpikeStatistics:
         self.values.fill_(math.nan)
         self.count.zero_()
 
-    def live_state(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Any]:
         """What :meth:`state_dict` copies to the CPU, where it is."""
-        return {"values": self.values, "count": self.count}
+        return {"values": self.values, "count": self.count, "parameters": self.parameters}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors on the CPU."""
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and tensors on the CPU."""
         return on_cpu(self.live_state())
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on where ``state`` was; another window starts anew, for its ring has another length."""
-        if state["values"].shape != self.values.shape:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was; begin anew with another window or other parameters than it had."""
+        same = state["values"].shape == self.values.shape and state["parameters"] == self.parameters
+        if not same:
             return self.reset()
         self.values.copy_(state["values"])
         self.count.copy_(state["count"])
@@ -306,13 +308,14 @@ class Judge:
     ) -> None:
         self.parameters, self.layout, self.thresholds, self.group = list(parameters), layout, thresholds, group
         self.device = torch.device(device)
-        self.statistics = SpikeStatistics(thresholds, device)
+        self.statistics = SpikeStatistics(thresholds, device, len(self.parameters))
         self.rank = dist.get_rank(group) if layout.ranks > 1 else 0
         self.message = self.scores = self.grad_norm = torch.zeros(0, device=device)
 
     def watch(self, parameters: Sequence[Tensor], layout: Layout) -> None:
-        """Judge these from now on; the norm of their gradients is another quantity, so the statistics begin anew."""
+        """Judge these from now on, with statistics that begin anew."""
         self.parameters, self.layout = list(parameters), layout
+        self.statistics.parameters = len(self.parameters)
         self.statistics.reset()
 
     @torch.no_grad()

@@ -169,6 +169,20 @@ def test_layers_that_are_unfrozen_in_mid_run_are_judged(tmp_path, mode):
     assert callback.guard.fast == (mode == "fast") and math.isfinite(test_loss(model))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rewind_to_before_layers_were_unfrozen(tmp_path, mode):
+    """They stay unfrozen; the statistics of the fewer parameters' gradients are not those of all."""
+    callback = recovery(snapshot_every=4, skips=0, fallbacks=0)
+    model, trainer = fit(
+        tmp_path, [Unfreeze(), FaultInjector([Fault("weight", 9, "net.4")]), callback],
+        model=BackboneLast(MODES[mode]), loader=make_loader(128), max_steps=24,
+    )  # fmt: skip
+    (rewind,) = (event for event in callback.events.recent if event["event"] == "rewind")
+    assert rewind["good_step"] <= 8 and math.isfinite(test_loss(model)) and trainer.global_step == 24
+    assert len(trainer.optimizers[0].param_groups) == 2
+    assert callback.guard.judges[0].statistics.count < 24 - 9
+
+
 class Manual(Net):
     """Two optimizers, stepped by hand; the second one's loss is bad when the batch says so."""
 

@@ -59,6 +59,29 @@ def test_training_goes_on_from_it_bit_for_bit(name, before):
     assert places == [p.data_ptr() for p in model.parameters()], "restored in place"
 
 
+def test_parameters_that_joined_since_come_back_without_what_they_got_since():
+    model, _ = make("adamw")
+    optimizer = torch.optim.AdamW(model[3].parameters(), 1e-2)
+    train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), 2)
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    weights = [p.clone() for p in model.parameters()]
+    moment = optimizer.state[model[3].weight]["exp_avg"].clone()
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+    optimizer.param_groups[0]["params"].insert(0, model[1].weight)
+    for _ in range(2):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    snapshots.restore()
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights, strict=True))
+    assert set(optimizer.state) == set(model[3].parameters()), "the others' first step is undone"
+    assert torch.equal(optimizer.state[model[3].weight]["exp_avg"], moment)
+    assert [group["lr"] for group in optimizer.param_groups] == [rate, 0.5]
+
+
 def test_a_candidate_never_replaces_the_good_one_by_itself():
     model, optimizer = make("sgd")
     snapshots = Snapshots(model, [optimizer])
@@ -117,7 +140,8 @@ def test_scales_and_statistics_come_back_without_a_wait(device):
 
     def state() -> list[torch.Tensor]:
         fp8 = conversions(model)[0].state_dict()["runtime"]
-        found = [fp8["table"]["data"], fp8["history"], fp8["position"], *statistics.state_dict().values()]
+        found = [fp8["table"]["data"], fp8["history"], fp8["position"], statistics.values.cpu(), statistics.count.cpu()]
+        found[-2:] = [tensor.clone() for tensor in found[-2:]]
         return [*found, *(p.detach().cpu().clone() for p in model.parameters())]
 
     train()
