@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._averages import Averages
@@ -120,6 +121,7 @@ class SkipBatchRecovery(Callback):
         self.snapshots: Snapshots | None = None
         self._metrics = LoggedMetrics()
         self._batches: list[int] = []
+        self._step = 0
         self._decided = False
         self._schedules = HeldSchedules()
         self._loaded: dict[str, Any] | None = None
@@ -175,10 +177,10 @@ class SkipBatchRecovery(Callback):
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
                 "use DDP or ModelParallelStrategy."
             )
-        if self.retry and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
+        if self.retry and (_accumulates(trainer) or not pl_module.automatic_optimization):
             raise MisconfigurationException(
                 "retry=True repeats training_step for one batch: it needs automatic optimization, and no "
-                "accumulate_grad_batches."
+                "accumulate_grad_batches or GradientAccumulationScheduler."
             )
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
@@ -209,8 +211,11 @@ class SkipBatchRecovery(Callback):
             others |= {"fp8": guard.fp8, "averages": Averages(trainer)}
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
-            self.snapshots.capture(trainer.global_step)
-            self.snapshots.promote()
+            # Weights that only the first batch will make are no state to go back to.
+            if not any(is_lazy(parameter) for parameter in pl_module.parameters()):
+                self.snapshots.capture(trainer.global_step)
+                self.snapshots.promote()
+        self._step = trainer.global_step
         self._escalation = Escalation(trainer, guard, self.ladder, self.snapshots, self._schedules, self.events)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -261,9 +266,12 @@ class SkipBatchRecovery(Callback):
         self._schedules.after_batch()
         known, self._known = self._known + guard.outcomes(everything=False), []
         escalation.act(known)
-        due = self.snapshots is not None and trainer.global_step % (self.snapshot_every or 1) == 0
-        if due and self.snapshots is not None and not self.ladder.in_a_row:
-            self.snapshots.capture(trainer.global_step)
+        before, self._step = self._step, trainer.global_step
+        if self.snapshots is not None and self.snapshot_every is not None and not self.ladder.in_a_row:
+            # In manual optimization a batch may take several steps, and pass by the multiple.
+            due = self._step // self.snapshot_every > before // self.snapshot_every
+            if due or self.snapshots.empty:
+                self.snapshots.capture(self._step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
@@ -361,3 +369,9 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
+
+
+def _accumulates(trainer: pl.Trainer) -> bool:
+    """Whether a step ever takes several batches."""
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    return trainer.accumulate_grad_batches > 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)

@@ -13,6 +13,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
@@ -265,10 +266,12 @@ def _facts(trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Teleme
     backends = list(
         dict.fromkeys(f"{c.backend!r}, {c.support.kind} ({c.support.reason})" for c in telemetry.conversions)
     )
+    # Lazy layers have no sizes before the first batch.
+    parameters = sum(p.numel() for p in pl_module.parameters() if not is_lazy(p))
     return [
         ("Recipe", "; ".join(recipes) or "none: nothing runs in FP8"),
         ("Backend", "; ".join(backends) or "none"),
-        ("Model", f"{type(pl_module).__name__}, {sum(p.numel() for p in pl_module.parameters()):,} parameters"),
+        ("Model", f"{type(pl_module).__name__}, {parameters:,} parameters"),
         ("Precision", str(trainer.precision)),
         ("Strategy", f"{type(trainer.strategy).__name__}, {trainer.world_size} process(es)"),
         ("Machine", f"{machine}, {platform.system()} {platform.release()}"),

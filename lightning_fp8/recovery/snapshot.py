@@ -52,8 +52,8 @@ class Snapshot:
 class Snapshots:
     """Captures and restores a module, its optimizers and whatever else has a state.
 
-    Parameter groups may join an optimizer in mid-run. Going back to a state from before them, all weights come back, the
-    groups stay, and their parameters lose the optimizer state that they have got since.
+    Parameter groups may join an optimizer in mid-run. Going back to a state from before them, all weights come back,
+    the groups stay, and their parameters lose the optimizer state that they have got since.
 
     Args:
         module: weights and buffers, restored in place.
@@ -108,6 +108,11 @@ class Snapshots:
         snapshot.rng = collect_rng_state()
         snapshot.label = label
         self.candidate = snapshot
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was captured yet."""
+        return self.good is None and self.candidate is None
 
     def before_optimizer_step(self) -> None:
         """The weights are about to change: on the device, let a copy in progress finish first."""

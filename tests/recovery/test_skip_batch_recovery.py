@@ -10,7 +10,12 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from recovery_models import OPTIMIZERS, Net, fit, make_data, make_loader, make_trainer, same_weights, test_loss
@@ -181,6 +186,45 @@ def test_a_rewind_to_before_layers_were_unfrozen(tmp_path, mode):
     assert rewind["good_step"] <= 8 and math.isfinite(test_loss(model)) and trainer.global_step == 24
     assert len(trainer.optimizers[0].param_groups) == 2
     assert callback.guard.judges[0].statistics.count < 24 - 9
+
+
+class Lazy(Net):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.net[4] = nn.LazyLinear(16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_the_first_batch_makes(tmp_path, mode):
+    """What is gone back to has all of them."""
+    callback = recovery(skips=0, fallbacks=0, snapshot_every=100)
+    model, trainer = fit(
+        tmp_path, [FaultInjector([Fault("weight", 6, "net.0")]), callback], model=Lazy(MODES[mode]), max_steps=12
+    )
+    (rewind,) = (event for event in callback.events.recent if event["event"] == "rewind")
+    assert rewind["good_step"] == 1 and math.isfinite(test_loss(model)) and trainer.global_step == 12
+
+
+class StepsByHand(Net):
+    """Five steps a batch in the first, two from then on."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(5 if self.trainer.global_step == 0 else 2):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+
+def test_snapshots_where_a_batch_takes_several_steps(tmp_path):
+    """Steps 5, 7, 9, ...: never a multiple of ten, but for 10, 20 and so on they pass by."""
+    callback = recovery(snapshot_every=10, skips=0, fallbacks=0)
+    _, trainer = fit(
+        tmp_path, [FaultInjector([Fault("weight", 35, "net.0")]), callback], model=StepsByHand(), max_steps=45
+    )
+    (rewind,) = (event for event in callback.events.recent if event["event"] == "rewind")
+    assert rewind["good_step"] == 31 and trainer.global_step >= 45
 
 
 class Manual(Net):
@@ -671,6 +715,8 @@ def test_wrong_places_are_refused(tmp_path):
         SkipBatchRecovery().reject(torch.zeros(()))
     with pytest.raises(MisconfigurationException, match="retry"):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], accumulate_grad_batches=2, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="retry"):
+        fit(tmp_path, [SkipBatchRecovery(retry=True), GradientAccumulationScheduler({1: 2})], max_steps=1)
     with pytest.raises(MisconfigurationException, match="retry=False"):
         fit(tmp_path, [SkipBatchRecovery(retry=True)], plugins=[fp16()], max_steps=1)
     with pytest.raises(ValueError, match="LBFGS runs backward several times"):
