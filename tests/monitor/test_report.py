@@ -99,6 +99,15 @@ def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert page.maps.names == ["late", "blocks.0", "blocks.1", "head"]
 
 
+def test_lazy_layers_have_a_page_too(tmp_path: Path) -> None:
+    model = Net()
+    model.head = torch.nn.LazyLinear(4)
+    report = FP8Report(tmp_path / "page.html", every_n_steps=1)
+    make_trainer([report], 2).fit(model, batches(2))
+    known = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("head"))
+    assert f"{known:,} parameters" in words((tmp_path / "page.html").read_text())
+
+
 def test_an_exception_writes_the_page_and_says_why(tmp_path: Path) -> None:
     class Fail(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
