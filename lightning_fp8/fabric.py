@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
 from lightning_fp8.model import Conversion, conversions, use_saved_layers
+from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.policy import Precision
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection
@@ -135,7 +136,7 @@ class FP8Precision(LightningPrecision):
         With two modules and two optimizers one module's backward may still be to come when the other's optimizer steps.
         """
         if len(self._modules) > 1:
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped = {id(p) for p in parameters_of(optimizer)}
             trained = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
             if trained:
                 return [conversion for module in trained for conversion in self._modules[module]]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.formats import MAX_SCALE, MIN_SCALE
+from lightning_fp8.optimizers import gradients_of
 from lightning_fp8.ranks import local_values
 
 LossScale = Literal["dynamic"] | float
@@ -68,7 +69,7 @@ class LossScaler:
             self._used = True
             self._scaler.unscale_(optimizer)
         elif self.loss_scale != "dynamic":
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = gradients_of(optimizer)
             if gradients:
                 torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
 
@@ -112,7 +113,7 @@ class LossScaler:
         Gradients that were set to zero, not to None, are read on the host: only where backward runs between the two.
         """
         for optimizer in list(self._unscaled):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = gradients_of(optimizer)
             if not any(local_values(gradient).any() for gradient in gradients):
                 self._unscaled.discard(optimizer)
 

@@ -139,20 +139,20 @@ class Escalation:
 
     def go_back_before_a_save(self) -> bool:
         """Doubtful weights are about to be saved; False where there is no good state to save instead."""
-        if self.snapshots is None or self.snapshots.good is None:
-            self.events.add("saved_in_doubt", step=self.trainer.global_step)
-            return False
-        self.rewind("before a save")
-        return True
+        if self.rewind("before a save"):
+            return True
+        self.events.add("saved_in_doubt", step=self.trainer.global_step)
+        return False
 
-    def rewind(self, reason: str | None = None) -> None:
-        """Put the last good state back, if there are any."""
-        if self.snapshots is None:
-            return
+    def rewind(self, reason: str | None = None) -> bool:
+        """Put the last good state back; False, and nothing done, where there is none."""
+        if self.snapshots is None or self.snapshots.good is None:
+            return False
         label = self.snapshots.restore()
         self.guard.forget()
         self.schedules.drop()
         self.events.add("rewind", step=self.trainer.global_step, good_step=label, reason=reason)
+        return True
 
     def _stop(self, outcome: Outcome, finding: Finding) -> None:
         message = (
@@ -161,8 +161,7 @@ class Escalation:
         )
         # Whoever resumes from the last good state has other data, and begins without these.
         self.write_skipped(self.guard.outcomes())
-        if self.snapshots is not None and self.snapshots.good is not None:
-            self.rewind()
+        if self.rewind():
             path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
             self.trainer.save_checkpoint(path)
             message += f"The last good state is in {path}: resume from it"

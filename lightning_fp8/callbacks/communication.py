@@ -24,6 +24,7 @@ from lightning_fp8.comm.fsdp_weights import local_numel, managed_parameters
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.formats import get_format
+from lightning_fp8.optimizers import gradients_of
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -273,7 +274,7 @@ class FP8Communication(Callback):
         return f"  gradients: {what}, {self.codec.fmt} in blocks of {self.codec.block}: {_bytes(before, after)} a step"
 
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if not gradients_of(optimizer):
             return
         self._stepped = True
         found_inf = getattr(optimizer, "found_inf", None)

@@ -282,7 +282,7 @@ class SkipBatchRecovery(Callback):
         escalation = self._escalation
         if escalation is not None:
             # No save need have come after the last steps, and the verdict on the very last one may come only now.
-            if escalation.doubtful() and self.snapshots is not None and self.snapshots.good is not None:
+            if escalation.doubtful():
                 escalation.rewind("at the end of the fit")
             escalation.write_skipped(self._running().outcomes())
         self._close()

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.loss_scaling import LossScaler
+from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
@@ -128,7 +129,7 @@ class StepGuard:
         self._window = 0
 
     def _judge(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> Judge:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
         return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device, group)
@@ -141,7 +142,7 @@ class StepGuard:
     def _follow(self, index: int) -> Judge:
         """The judge of an optimizer, of all that it steps by now: parameter groups may have joined in mid-run."""
         optimizer, judge = self.optimizers[index], self.judges[index]
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if len(parameters) != len(judge.parameters) or not all(map(operator.is_, parameters, judge.parameters)):
             self.fast = self.fast and _choose_mode(self._mode, self.optimizers, self.loss_scaled)
             judge.watch(parameters, self._layout(parameters))
@@ -371,10 +372,6 @@ class _Pending:
         """Plain values but the window, and tensors on the CPU."""
         tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
         return {"layout": self.layout.state_dict(), **tensors, "context": self.context, "late": self.late}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _with_momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 
@@ -185,8 +186,8 @@ class Snapshots:
     def _optimizer_parameters(self, index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(f"optimizer.{index}.{names.get(id(p), number)}", p) for number, p in enumerate(parameters)]
+        parameters = enumerate(parameters_of(optimizer))
+        return [(f"optimizer.{index}.{names.get(id(p), number)}", p) for number, p in parameters]
 
 
 def _place(name: str, index: int) -> str:

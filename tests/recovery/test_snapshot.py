@@ -140,8 +140,8 @@ def test_scales_and_statistics_come_back_without_a_wait(device):
 
     def state() -> list[torch.Tensor]:
         fp8 = conversions(model)[0].state_dict()["runtime"]
-        found = [fp8["table"]["data"], fp8["history"], fp8["position"], statistics.values.cpu(), statistics.count.cpu()]
-        found[-2:] = [tensor.clone() for tensor in found[-2:]]
+        ring = statistics.state_dict()
+        found = [fp8["table"]["data"], fp8["history"], fp8["position"], ring["values"], ring["count"]]
         return [*found, *(p.detach().cpu().clone() for p in model.parameters())]
 
     train()
