@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.backends import transformer_engine as te
+from lightning_fp8.backends.transformer_engine import TransformerEngineLinear, pad_rows
+from lightning_fp8.backends.transformer_engine_library import Engine, load
 from lightning_fp8.linear import Float8Linear, with_leading_sizes
 from lightning_fp8.selection import clean_name, linear_layers
 
@@ -69,13 +70,13 @@ class FusedSiLU(_HandsOn, nn.SiLU):
     """An ``nn.SiLU`` that a later linear layer computes."""
 
 
-class FusedFirstLinear(_HandsOn, te.TransformerEngineLinear):
+class FusedFirstLinear(_HandsOn, TransformerEngineLinear):
     """The first linear layer of an MLP that its second one computes."""
 
     sees_operands = False
 
 
-class FusedLinear(te.TransformerEngineLinear):
+class FusedLinear(TransformerEngineLinear):
     """The last layer of a group, which computes them all."""
 
     sees_operands = False
@@ -102,11 +103,11 @@ class FusedLinear(te.TransformerEngineLinear):
     def _run_as_one(self, input: Tensor) -> Tensor:
         fp8, linears = self.fp8, self.fp8.fusion.linears
         if fp8.fused_engine is None:
-            fp8.fused_engine = te.Engine(*_fused_engine(fp8.fusion), [layer.fp8 for layer in linears])
+            fp8.fused_engine = Engine(*_fused_engine(fp8.fusion), [layer.fp8 for layer in linears])
         first = [layer.fp8.first_microbatch(layer.weight) for layer in linears]
         rows = input.reshape(-1, input.shape[-1])
         y = fp8.fused_engine(
-            te.pad_rows(rows, fp8.scaling.recipe.size_multiple),
+            pad_rows(rows, fp8.scaling.recipe.size_multiple),
             training=True,
             library_amax=True,
             first_microbatch=None if None in first else any(first),
@@ -218,7 +219,7 @@ def _fused_engine(group: Group) -> tuple[Any, dict[str, tuple[nn.Module, str]]]:
     prefixes = [""] if len(group.linears) == 1 else ["fc1_", "fc2_"]
     for prefix, linear in zip(prefixes, group.linears, strict=True):
         parameters |= {f"{prefix}{name}": (linear, name) for name in ("weight", "bias")[: 1 + bias]}
-    library = te.load()
+    library = load()
     if len(group.linears) == 1:
         return library.LayerNormLinear(last.in_features, last.out_features, **options), parameters
     activation = _ACTIVATIONS[_ORIGINAL[type(group.modules[2])]]
