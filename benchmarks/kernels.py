@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
