@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import triton_cast, triton_data
+from lightning_fp8.kernels import triton_cast
 from lightning_fp8.kernels.scale_update import step_scales
 from lightning_fp8.kernels.triton_cast import Tile
 from lightning_fp8.recipes import ROLES, Cast, DelayedScaling, Recipe, get_recipe
@@ -246,7 +246,7 @@ def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
     copy = copy_bandwidth(*shape)
     x, slot = random(*shape), slot_of()
     tensor, row = Cast(E4M3, "tensorwise"), Cast(E4M3, "rowwise")
-    modes = triton_data.ROWS, triton_data.ROWS
+    out = kernels.cast(x, row, row, slot, False)
     cases: list[tuple[str, float, Tile, Callable[[], object]]] = []
 
     def add(name: str, size: float, tiles: Iterable[Tile], run: Callable[[Tile], Callable[[], object]]) -> None:
@@ -260,10 +260,10 @@ def sweep(only: set[str] | None = None) -> list[dict[str, Any]]:
     add("stored", 4, each(CAST_TILES), lambda t: lambda: triton_cast.cast_stored(x, rows, tensor, tensor, slot, t))
     add("rowwise pair", 6, each(PAIR_TILES), lambda t: lambda: triton_cast.cast_from_data(x, rows, row, row, slot, t))
     add(
-        "vector amaxes",
+        "row and column scales",
         2,
         each(VECTOR_TILES, (1,)),
-        lambda t: lambda: triton_cast.vector_amaxes(x, rows, modes, slot, t),
+        lambda t: lambda: triton_cast.row_and_column_scales(x, rows, row, row, out, slot, t),
     )
     for programs in (528, 1024, 2048, 4096):
         # The group of such a tile is its number of programs.

@@ -115,7 +115,7 @@ class KernelOfCast:
             triton_stored.cast_stored,
             triton_stored.cast_later,
             triton_data.amax_partials,
-            triton_data.amax_rows_and_columns,
+            triton_data.row_and_column_scales,
             triton_data.cast_from_amaxes,
             triton_block.cast_blocks_128,
         ):
@@ -186,13 +186,13 @@ def launch_of(
         before.
     """
     from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE, vector_amax_grid, vector_amax_tile
-    from lightning_fp8.kernels.triton_data import amax_partials, amax_rows_and_columns
+    from lightning_fp8.kernels.triton_data import amax_partials, row_and_column_scales
 
     named = {name: value for name, value in arguments.items() if name not in OF_THE_MATRIX}
     if kernel is amax_partials:
         # Programs go through tiles until there are no more, and each has its word to write.
         return named, programs, None
-    if kernel is amax_rows_and_columns:
+    if kernel is row_and_column_scales:
         tile = vector_amax_tile(named["columns"], source.pieces)
         programs, turns = vector_amax_grid(named["rows"], named["columns"] // source.pieces, tile)
         return {**named, "turns": turns, "R": tile.rows}, programs, tile.warps
@@ -209,12 +209,12 @@ def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -
     What finds amaxes has other tiles then, and may have taken memory as rows of any length.
     """
     from lightning_fp8.kernels.triton_cast import is_even, tile_of, vector_amax_tile
-    from lightning_fp8.kernels.triton_data import amax_partials, amax_rows_and_columns
+    from lightning_fp8.kernels.triton_data import amax_partials, row_and_column_scales
 
     rows, columns = shape
     if kernel is amax_partials:
         tile = tile_of(columns)
-    elif kernel is amax_rows_and_columns:
+    elif kernel is row_and_column_scales:
         tile = vector_amax_tile(columns, pieces=1)
     else:
         return dict(arguments)

@@ -25,7 +25,7 @@ class Tile:
     """How the work of a kernel is cut; ``benchmarks/kernels.py --sweep`` compares the choices.
 
     Attributes:
-        rows: rows of a tile, a power of two, at least 64.
+        rows: rows of a tile, a power of two, at least 16.
         columns: columns of a tile, a power of two.
         warps: warps a program.
         group: rows of tiles that programs walk through together; 1 goes along the rows of the matrix.
@@ -44,12 +44,10 @@ NARROW_CAST_TILE = Tile(64, 64, 4)
 #: The amaxes of rows and columns, of a matrix in memory whose columns it divides and of any other. The wider a tile is,
 #: the less passes between lanes; what computes values needs the registers.
 WIDE_AMAX_TILE, VECTOR_AMAX_TILE = Tile(32, 512, 4), Tile(64, 128, 4)
-#: Rows that a program goes through at most, such tiles one below the other, and programs that keep the GPU busy.
-VECTOR_AMAX_ROWS, VECTOR_AMAX_PROGRAMS = 512, 512
-#: Rows and columns that a program makes scales of.
-SCALES_BLOCK = 1024
+#: Programs that keep the GPU busy; where there would be more, one goes through several tiles, one below the other.
+VECTOR_AMAX_PROGRAMS = 512
 #: The amax of the tensor, a tile a turn.
-AMAX_TILE = Tile(32, 256, 8)
+AMAX_TILE = Tile(16, 256, 4)
 #: Blocks of 128: the tile is the block. Where rows or columns of it have scales, and where it has one.
 VECTOR_BLOCK_TILE, SQUARE_BLOCK_TILE = Tile(128, 128, 4), Tile(128, 128, 8)
 #: Blocks of 32.
@@ -109,7 +107,7 @@ def vector_amax_tile(columns: int, pieces: int = 0) -> Tile:
 
 def vector_amax_grid(rows: int, columns: int, tile: Tile) -> tuple[int, int]:
     """Programs that find amaxes of rows and columns, and the tiles that each goes through."""
-    most = VECTOR_AMAX_ROWS // tile.rows
+    most = triton_data.MOST_ROWS // tile.rows
     turns = torch.sym_max(1, torch.sym_min(most, _tiles(rows, columns, tile) // VECTOR_AMAX_PROGRAMS))
     return -(-rows // (tile.rows * turns)) * -(-columns // tile.columns), turns
 
@@ -168,19 +166,8 @@ def cast_from_data(
     tile = tile or tile_of(columns)
     out = _empty_operands(x, padded, straight, transposed)
     if triton_data.ROWS in modes:
-        amaxes, count, most = vector_amaxes(x, padded, modes, slot, launch=launch), 1, 1
+        amaxes, count, most = row_and_column_scales(x, padded, straight, transposed, out, slot, launch=launch), 1, 1
         slot = None
-        launch(
-            triton_data.row_and_column_scales,
-            -(-torch.sym_max(padded, columns) // SCALES_BLOCK),
-            (amaxes, out[1], out[3]),
-            (padded, columns),
-            (
-                modes[0] == triton_data.ROWS, _rule(straight), modes[1] == triton_data.ROWS, _rule(transposed),
-                SCALES_BLOCK,
-            ),
-            4,
-        )  # fmt: skip
     else:
         amaxes = amax_partials(x, launch=launch)
         count, most = amaxes.shape[0], AMAX_PROGRAMS
@@ -217,27 +204,34 @@ def amax_partials(x: Tensor, tile: Tile = AMAX_TILE, programs: int = AMAX_PROGRA
     return partials
 
 
-def vector_amaxes(
+def row_and_column_scales(
     x: Tensor,
     padded: int,
-    modes: tuple[int, int],
+    straight: Cast | None,
+    transposed: Cast | None,
+    out: Operands,
     slot: Tensor | None,
     tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Tensor:
-    """The amaxes of rows and columns, as ``triton_data.amax_rows_and_columns`` lays them out; notes the tensor's."""
+    """Scales of rows and columns and the tensor's amax, as ``triton_data.row_and_column_scales`` lays them out.
+
+    Decode scales go to ``out``, the amax to the slot too.
+    """
     rows, columns = x.shape
     tile = tile or vector_amax_tile(columns)
-    scratch = x.new_zeros(triton_data.SCRATCH_HEAD + padded + columns, dtype=torch.int32)
+    finished = (padded + columns) // triton_data.FEWEST_ROWS + 2
+    scratch = x.new_zeros(triton_data.SCRATCH_HEAD + padded + columns + finished, dtype=torch.int32)
     programs, turns = vector_amax_grid(rows, columns, tile)
+    modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     launch(
-        triton_data.amax_rows_and_columns,
+        triton_data.row_and_column_scales,
         programs,
-        (x, scratch, slot),
+        (x, scratch, out[1], out[3], slot),
         (rows, columns, x.stride(0), padded, turns),
         (
-            modes[0] == triton_data.ROWS, modes[1] == triton_data.ROWS, triton_data.TENSOR in modes,
-            slot is not None, tile.rows, tile.columns, is_even(rows, columns, tile),
+            modes[0] == triton_data.ROWS, _rule(straight), modes[1] == triton_data.ROWS, _rule(transposed),
+            triton_data.TENSOR in modes, slot is not None, tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,
     )  # fmt: skip

@@ -39,6 +39,9 @@ _ROWS = tl.constexpr(ROWS)
 #: Words of scratch memory before the amaxes of the rows: one for the tensor's amax, the rest for alignment.
 SCRATCH_HEAD = 4
 _HEAD = tl.constexpr(SCRATCH_HEAD)
+#: Rows that a program finds amaxes of at most, and rows or columns at least, but for the last.
+MOST_ROWS, FEWEST_ROWS = 512, 32
+_MOST_ROWS = tl.constexpr(MOST_ROWS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,35 +66,45 @@ def amax_partials_tile(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def amax_rows_and_columns(
-    x, scratch, slot, rows, columns, stride, padded, turns,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
+def row_and_column_scales(
+    x, scratch, decode, decode_t, slot, rows, columns, stride, padded, turns,
+    ROW: tl.constexpr, RULE: tl.constexpr, COLUMN: tl.constexpr, RULE_T: tl.constexpr,
+    TOTAL: tl.constexpr, NOTE: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The amax of every row and of every column in one read; ``turns`` tiles a program, one below the other.
+    """The scale of every row and of every column in one read; ``turns`` tiles a program, one below the other.
 
-    ``scratch`` holds bits, zero at first: the tensor's amax, three unused words, ``padded`` rows, ``columns`` columns.
+    ``scratch`` holds words, zero at first: the tensor's amax, three unused, ``padded`` rows, ``columns`` columns, and
+    one for each group of programs that share rows, and that share columns. Rows and columns get the bits of their
+    amaxes first, and of their scales in the end.
     """
-    amax_rows_and_columns_tile(
-        load_matrix, quarter_of, tl.float32, (x, stride), scratch, slot, rows, columns, padded, turns,
-        ROW, COLUMN, TOTAL, NOTE, 1, R, C, EVEN,
+    row_and_column_scales_tile(
+        load_matrix, quarter_of, tl.float32, (x, stride), scratch, decode, decode_t, slot,
+        rows, columns, padded, turns, ROW, RULE, COLUMN, RULE_T, TOTAL, NOTE, 1, R, C, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
-def amax_rows_and_columns_tile(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, scratch, slot, rows, columns, padded, turns,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, TOTAL: tl.constexpr, NOTE: tl.constexpr,
+def row_and_column_scales_tile(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, scratch, decode, decode_t, slot,
+    rows, columns, padded, turns,
+    ROW: tl.constexpr, RULE: tl.constexpr, COLUMN: tl.constexpr, RULE_T: tl.constexpr,
+    TOTAL: tl.constexpr, NOTE: tl.constexpr,
     PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a program of ``amax_rows_and_columns`` does, as ``triton_stored.cast_stored_tile`` for its kernel.
+    """What a program of ``row_and_column_scales`` does, as ``triton_stored.cast_stored_tile`` for its kernel.
 
-    Rows lie within a warp, so that nobody waits for another warp before the end.
+    Rows lie within a warp, so that nobody waits for another warp before the end. The program that is the last of those
+    that share rows, or columns, makes scales of their amaxes: in the cast every lane would divide, many by the same
+    numbers, and a kernel between the two costs a launch.
     """
     Q: tl.constexpr = R // 4
     column_tiles = tl.cdiv(columns, C * PIECES)
-    row_tile = tl.program_id(0) // column_tiles * turns
-    column = tl.program_id(0) % column_tiles * C
+    row_groups = tl.cdiv(rows, R * turns)
+    group = tl.program_id(0) // column_tiles
+    column_tile = tl.program_id(0) % column_tiles
+    column = column_tile * C
+    row_tile = group * turns
     end = tl.minimum(row_tile + turns, tl.cdiv(rows, R))
     by_column = times(tl.zeros((Q, C), tl.float32), PIECES)
     while row_tile < end:
@@ -116,6 +129,18 @@ def amax_rows_and_columns_tile(
         tl.atomic_max(scratch, amax, sem="relaxed")
     if NOTE:
         tl.atomic_max(as_bits(slot), amax, sem="relaxed")
+    # The atomics that count are one thread's: all others must have left their amaxes before them.
+    tl.debug_barrier()
+    finished = scratch + _HEAD + padded + columns
+    if ROW:  # noqa: SIM102 (Triton evaluates both sides of "and")
+        if tl.atomic_add(finished + group, 1) == column_tiles - 1:
+            first = group * R * turns
+            _scale_each(scratch + _HEAD, decode, first, tl.minimum(first + R * turns, padded), RULE, _MOST_ROWS)
+    if COLUMN:  # noqa: SIM102
+        if tl.atomic_add(finished + row_groups + column_tile, 1) == row_groups - 1:
+            for piece in tl.static_range(PIECES):
+                first = column + piece * (columns // PIECES)
+                _scale_each(scratch + _HEAD + padded, decode_t, first, tl.minimum(first + C, columns), RULE_T, C)
 
 
 @triton.jit
@@ -128,28 +153,14 @@ def _larger_each(largest, values, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _scale_each(amaxes, decode, first, count, RULE: tl.constexpr, BLOCK: tl.constexpr):
-    """``BLOCK`` amaxes from ``first`` on become scales, in their place; writes their reciprocals."""
-    i = first + tl.arange(0, BLOCK)
-    scale = compute_scale(float_of(tl.load(amaxes + i, mask=i < count, other=0)), RULE)
-    tl.store(amaxes + i, bits_of(scale), mask=i < count)
-    tl.store(decode + i, reciprocal(scale), mask=i < count)
-
-
-@triton.jit
-def row_and_column_scales(
-    amaxes, decode, decode_t, padded, columns,
-    ROW: tl.constexpr, RULE: tl.constexpr, COLUMN: tl.constexpr, RULE_T: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Scales in the place of the amaxes that ``amax_rows_and_columns`` has left, and decode scales.
-
-    A kernel of its own: in the cast every lane would divide, many by the same numbers.
-    """
-    first = tl.program_id(0) * BLOCK
-    if ROW:
-        _scale_each(amaxes + _HEAD, decode, first, padded, RULE, BLOCK)
-    if COLUMN:
-        _scale_each(amaxes + _HEAD + padded, decode_t, first, columns, RULE_T, BLOCK)
+def _scale_each(amaxes, decode, first, end, RULE: tl.constexpr, MOST: tl.constexpr):
+    """Amaxes from ``first`` to ``end``, ``MOST`` at most, become scales in their place; writes their reciprocals."""
+    i = first + tl.arange(0, MOST)
+    # Other multiprocessors have written them: not from this one's own cache.
+    amax = float_of(tl.load(amaxes + i, mask=i < end, other=0, cache_modifier=".cg"))
+    scale = compute_scale(amax, RULE)
+    tl.store(amaxes + i, bits_of(scale), mask=i < end)
+    tl.store(decode + i, reciprocal(scale), mask=i < end)
 
 
 @triton.jit

@@ -30,7 +30,6 @@ _kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_t
 _kernels_of["lightning_fp8::triton_cast"] = [
     triton_stored.cast_stored,
     triton_data.amax_partials,
-    triton_data.amax_rows_and_columns,
     triton_data.row_and_column_scales,
     triton_data.cast_from_amaxes,
     triton_data.cast_rows,

@@ -16,7 +16,7 @@ from lightning_fp8.compiling import module_arguments
 
 ROOT = Path(__file__).parents[2]
 FROM_DATA = ["amax_partials 1", "cast_from_amaxes 1"]
-ROWWISE = ["amax_rows_and_columns 1", "row_and_column_scales 0", "cast_from_amaxes 1"]
+ROWWISE = ["row_and_column_scales 1", "cast_from_amaxes 1"]
 
 
 def computed(kernels: list[str], reads: str) -> list[str]:
