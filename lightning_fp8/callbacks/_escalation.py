@@ -10,6 +10,7 @@ from itertools import groupby
 import lightning.pytorch as pl
 import torch
 
+from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._samples import sample_indices
 from lightning_fp8.loss_scaling import LossScaler
@@ -162,7 +163,7 @@ class Escalation:
         # Whoever resumes from the last good state has other data, and begins without these.
         self.write_skipped(self.guard.outcomes())
         if self.rewind():
-            path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
+            path = os.path.join(run_directory(self.trainer), LAST_GOOD_NAME)
             self.trainer.save_checkpoint(path)
             message += f"The last good state is in {path}: resume from it"
         else:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
+from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
@@ -186,9 +187,7 @@ class SkipBatchRecovery(Callback):
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
         ]
-        path = self.log_path
-        if path == "auto":
-            path = os.path.join(trainer.log_dir or trainer.default_root_dir, LOG_NAME)
+        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
         self.events.path = Path(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
 

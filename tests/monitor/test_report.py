@@ -140,6 +140,8 @@ def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
             states.append(words(report.write(trainer, tmp_path / "now.html").read_text()))
 
     trainer = make_trainer([report, Ask()], 3, default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="give a path"):
+        report.write(trainer)
     trainer.fit(Net(), batches(3))
     assert "At step 2." in states[1]
     assert (tmp_path / "fp8-report.html").exists()
