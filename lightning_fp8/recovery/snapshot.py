@@ -40,11 +40,13 @@ class Snapshot:
 
     Attributes:
         label: what the caller said about the moment (the step).
+        plain: of each optimizer parameter's state the values that are no tensors, such as some optimizers' step count.
     """
 
     def __init__(self) -> None:
         self.label: Any = None
         self.tensors: dict[str, Tensor] = {}
+        self.plain: dict[str, dict[str, Any]] = {}
         self.groups: list[list[dict[str, Any]]] = []
         self.states: dict[str, tuple[list[Any], TreeSpec]] = {}
         self.rng: dict[str, Any] = {}
@@ -105,6 +107,7 @@ class Snapshots:
                 host.copy_(tensor)
         if self._stream is not None:
             self._copied = self._stream.record_event()
+        snapshot.plain = self._plain()
         snapshot.groups = [[group_settings(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
         snapshot.rng = collect_rng_state()
         snapshot.label = label
@@ -153,9 +156,10 @@ class Snapshots:
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in self._optimizer_parameters(index, optimizer):
                 # What the state did not hold then was made by steps that are undone.
-                state = optimizer.state.get(parameter, {})
-                for key in [k for k, v in state.items() if torch.is_tensor(v) and f"{name}.{k}" not in good.tensors]:
+                state, plain = optimizer.state.setdefault(parameter, {}), good.plain.get(name, {})
+                for key in [key for key in state if key not in plain and f"{name}.{key}" not in good.tensors]:
                     del state[key]
+                state.update(copy.deepcopy(plain))
                 if not state:
                     optimizer.state.pop(parameter, None)
         for name, tensor in self._tensors():
@@ -182,6 +186,17 @@ class Snapshots:
                     (f"{name}.{key}", local_values(value)) for key, value in state.items() if torch.is_tensor(value)
                 ]
         return found
+
+    def _plain(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers' states hold besides tensors, by parameter; copies."""
+        plain: dict[str, dict[str, Any]] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in self._optimizer_parameters(index, optimizer):
+                state = optimizer.state.get(parameter, {})
+                values = {key: value for key, value in state.items() if not torch.is_tensor(value)}
+                if values:
+                    plain[name] = copy.deepcopy(values)
+        return plain
 
     def _optimizer_parameters(self, index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""

@@ -14,6 +14,27 @@ from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import SpikeStatistics, Thresholds
 
 
+class CountsInPlainNumbers(torch.optim.Optimizer):
+    """Keeps what is no tensor in its state, as many optimizers of other makers do."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(parameter), "norms": [], "largest": None}
+                state["step"] += 1
+                state["norms"].append(parameter.grad.norm().item())
+                state["largest"] = torch.maximum(parameter.grad, state["largest"] or torch.zeros(())).max()
+                state["mean"].lerp_(parameter.grad, 0.1)
+                rate = group["lr"] / (1 - 0.9 ** state["step"]) / (1 + sum(state["norms"]))
+                parameter.sub_(state["mean"] / (1 + state["largest"]), alpha=rate)
+
+
 def make(optimizer: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
@@ -22,6 +43,7 @@ def make(optimizer: str):
         "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
         "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
         "tensor-lr": lambda p: torch.optim.Adam(p, torch.tensor(1e-2)),
+        "plain-numbers": CountsInPlainNumbers,
     }
     return model, optimizers[optimizer](model.parameters())
 
@@ -39,7 +61,7 @@ def train(model, optimizer, scheduler, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd", "tensor-lr"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd", "tensor-lr", "plain-numbers"])
 def test_training_goes_on_from_it_bit_for_bit(name, before):
     model, optimizer = make(name)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -53,9 +75,10 @@ def test_training_goes_on_from_it_bit_for_bit(name, before):
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
     train(model, optimizer, scheduler, 2)
-    assert snapshots.restore() == "here"
-    assert train(model, optimizer, scheduler, 5) == first
-    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+    for _ in range(2):
+        assert snapshots.restore() == "here"
+        assert train(model, optimizer, scheduler, 5) == first
+        assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
     assert places == [p.data_ptr() for p in model.parameters()], "restored in place"
 
 
