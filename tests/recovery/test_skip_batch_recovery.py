@@ -188,6 +188,28 @@ def test_a_rewind_to_before_layers_were_unfrozen(tmp_path, mode):
     assert callback.guard.judges[0].statistics.count < 24 - 9
 
 
+class GroupsJoinWhileHeld(Plateau):
+    """The skipped step is the epoch's last: its schedule is put back when the group has joined."""
+
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        del configured["optimizer"].param_groups[0]["params"][2:]
+        return configured
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[4].parameters())})
+
+
+def test_a_group_joins_while_a_schedule_is_held(tmp_path):
+    callback = recovery()
+    _, trainer = fit(
+        tmp_path, [FaultInjector([Fault("batch", 7)]), callback], model=GroupsJoinWhileHeld(),
+        loader=make_loader(128), max_steps=12,
+    )  # fmt: skip
+    assert trainer.global_step == 12 and [event["step"] for event in callback.events.recent] == [7]
+
+
 class Lazy(Net):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)

@@ -91,7 +91,6 @@ def test_parameters_that_joined_since_come_back_without_what_they_got_since():
     snapshots.promote()
     weights = [p.clone() for p in model.parameters()]
     moment = optimizer.state[model[3].weight]["exp_avg"].clone()
-    rate = optimizer.param_groups[0]["lr"]
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
     optimizer.param_groups[0]["params"].insert(0, model[1].weight)
     for _ in range(2):
@@ -102,7 +101,32 @@ def test_parameters_that_joined_since_come_back_without_what_they_got_since():
     assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights, strict=True))
     assert set(optimizer.state) == set(model[3].parameters()), "the others' first step is undone"
     assert torch.equal(optimizer.state[model[3].weight]["exp_avg"], moment)
-    assert [group["lr"] for group in optimizer.param_groups] == [rate, 0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5], "settings stay: they are of other groups"
+
+
+def test_a_schedule_whose_lists_grew_with_the_groups_goes_on():
+    model, _ = make("adamw")
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    grown = torch.optim.SGD(model[0].parameters(), 0.1)
+    other = torch.optim.SGD(model[3].parameters(), 0.1)
+    schedules = {"grown": schedule(grown, lambda epoch: 0.5**epoch), "other": schedule(other, lambda epoch: 0.5**epoch)}
+    snapshots = Snapshots(model, [grown, other], schedules)
+    snapshots.capture()
+    snapshots.promote()
+    grown.add_param_group({"params": list(model[1].parameters()), "lr": 0.2, "initial_lr": 0.2})
+    schedules["grown"].base_lrs.append(0.2)
+    schedules["grown"].lr_lambdas.append(lambda epoch: 0.5**epoch)
+    for scheduler in schedules.values():
+        scheduler.optimizer.step()
+        scheduler.step()
+    snapshots.restore()
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (grown, other)]
+    assert rates == [[0.05, 0.1], [0.1]]
+    for scheduler in schedules.values():
+        scheduler.optimizer.step()
+        scheduler.step()
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (grown, other)]
+    assert rates == [[0.025, 0.05], [0.05]]
 
 
 def test_a_candidate_never_replaces_the_good_one_by_itself():
