@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ class SkipBatchRecovery(Callback):
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             # Weights that only the first batch will make are no state to go back to.
-            if not any(is_lazy(parameter) for parameter in pl_module.parameters()):
+            if not any(is_lazy(tensor) for tensor in chain(pl_module.parameters(), pl_module.buffers())):
                 self.snapshots.capture(trainer.global_step)
                 self.snapshots.promote()
         self._step = trainer.global_step

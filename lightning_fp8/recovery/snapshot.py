@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -185,9 +186,12 @@ class Snapshots:
         return good.label
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by name, local ones where they are sharded."""
-        found = [(f"parameter.{name}", local_values(p.detach())) for name, p in self.module.named_parameters()]
-        found += [(f"buffer.{name}", local_values(b)) for name, b in self.module.named_buffers()]
+        """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet."""
+        live: list[tuple[str, Tensor]] = [
+            (f"parameter.{name}", parameter) for name, parameter in self.module.named_parameters()
+        ]
+        live += [(f"buffer.{name}", buffer) for name, buffer in self.module.named_buffers()]
+        found = [(name, local_values(tensor.detach())) for name, tensor in live if not is_lazy(tensor)]
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in self._optimizer_parameters(index, optimizer):
                 state = optimizer.state.get(parameter, {})

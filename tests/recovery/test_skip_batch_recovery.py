@@ -227,6 +227,20 @@ def test_weights_that_the_first_batch_makes(tmp_path, mode):
     assert rewind["good_step"] == 1 and math.isfinite(test_loss(model)) and trainer.global_step == 12
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_that_a_bad_first_batch_makes(tmp_path, mode, affine):
+    """And a layer that no batch makes is in nobody's way."""
+    model = Net(MODES[mode])
+    model.net[1], model.unused = nn.LazyBatchNorm1d(affine=affine), nn.LazyLinear(3)
+    callback = recovery(skips=1, fallbacks=0, snapshot_every=2)
+    faults = FaultInjector([Fault("batch", 0), Fault("weight", 6, "net.0")])
+    fit(tmp_path, [faults, callback], model=model, max_steps=9)
+    rewind = next(event for event in callback.events.recent if event["event"] == "rewind")
+    assert model.net[1].num_batches_tracked == rewind["good_step"] - 1 + 9 - rewind["step"]
+    assert rewind["good_step"] >= 2 and math.isfinite(test_loss(model))
+
+
 class StepsByHand(Net):
     """Five steps a batch in the first, two from then on."""
 
