@@ -25,6 +25,7 @@ from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
+from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
@@ -268,8 +269,7 @@ class SkipBatchRecovery(Callback):
         escalation.act(known)
         before, self._step = self._step, trainer.global_step
         if self.snapshots is not None and self.snapshot_every is not None and not self.ladder.in_a_row:
-            # In manual optimization a batch may take several steps, and pass by the multiple.
-            due = self._step // self.snapshot_every > before // self.snapshot_every
+            due = passes_multiple(self.snapshot_every, before, self._step)
             if due or self.snapshots.empty:
                 self.snapshots.capture(self._step)
 

@@ -115,7 +115,7 @@ class FP8Report(LayerCallback):
         self._decisions = [decision for conversion in telemetry.conversions for decision in conversion.decisions]
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        return trainer.global_step % self.every_n_steps == 0
+        return self._passes(self.every_n_steps)
 
     def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
