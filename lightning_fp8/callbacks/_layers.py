@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.statistics import AMAX
 from lightning_fp8.telemetry import HostCopy, Telemetry
@@ -142,10 +143,9 @@ class LayerCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # Lightning tears no callback down after an exception: hooks would stay, and the next fit read stale tables.
-        try:
+        with while_ending(type(self).__name__):
             self._arrive(trainer)
-        finally:
-            self.teardown(trainer, pl_module, "fit")
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._telemetry is not None:

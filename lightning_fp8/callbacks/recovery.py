@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
@@ -290,7 +291,9 @@ class SkipBatchRecovery(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self.guard is not None:
             self._ended = True
-            self.events.add("exception", step=trainer.global_step, kind=type(exception).__name__, text=str(exception))
+            what = {"kind": type(exception).__name__, "text": str(exception)}
+            with while_ending("SkipBatchRecovery"):
+                self.events.add("exception", step=trainer.global_step, **what)
             self._close()
         # Lightning tears no callback down after an exception: this one would stay around the next fit's training_step.
         self.teardown(trainer, pl_module, "fit")

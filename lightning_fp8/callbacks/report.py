@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
 from lightning_fp8.health import HealthEvent
@@ -161,7 +162,8 @@ class FP8Report(LayerCallback):
             callback.on_exception(trainer, pl_module, exception)
         if trainer.is_global_zero:
             what = f"{type(exception).__name__}: {exception}".rstrip(": ")
-            self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
+            with while_ending("FP8Report"):
+                self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
 
     # The page
 
@@ -172,8 +174,11 @@ class FP8Report(LayerCallback):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Readers never see half a page.
         draft = target.with_name(f".{target.name}.{os.getpid()}")
-        draft.write_text(self._page(trainer, state, failed).html(), encoding="utf-8")
-        draft.replace(target)
+        try:
+            draft.write_text(self._page(trainer, state, failed).html(), encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
         return target
 
     def _page(self, trainer: pl.Trainer, state: str, failed: bool) -> Page:
