@@ -272,7 +272,7 @@ class SkipBatchRecovery(Callback):
         if self.snapshots is not None and self.snapshot_every is not None and not self.ladder.in_a_row:
             due = passes_multiple(self.snapshot_every, before, self._step)
             if due or self.snapshots.empty:
-                self.snapshots.capture(self._step)
+                self._take_snapshot(self.snapshots, self._step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
@@ -320,7 +320,13 @@ class SkipBatchRecovery(Callback):
             if escalation.go_back_before_a_save():
                 collect_again(trainer, self, checkpoint)
         elif self.snapshots is not None:
-            self.snapshots.capture(trainer.global_step)
+            self._take_snapshot(self.snapshots, trainer.global_step)
+
+    def _take_snapshot(self, snapshots: Snapshots, step: int) -> None:
+        # The verdict on the candidate comes a step or two later: taking its place before then, where saves are as
+        # frequent, none would ever become the good one.
+        if snapshots.candidate is None:
+            snapshots.capture(step)
 
     def _make_good(self) -> bool:
         """Before a save of weights only; whether the weights are others now."""

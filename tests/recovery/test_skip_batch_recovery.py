@@ -504,6 +504,19 @@ def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
     assert (28, "before a save") in reasons and len(reasons) == 3
 
 
+@pytest.mark.parametrize(("save_every", "snapshot_every"), [(1, 100), (2, 3), (None, 1)])
+@pytest.mark.parametrize("mode", MODES)
+def test_snapshots_become_good_however_often_they_are_taken(tmp_path, mode, save_every, snapshot_every):
+    saves = [ModelCheckpoint(tmp_path, every_n_train_steps=save_every)] if save_every else []
+    callback = recovery(snapshot_every=snapshot_every)
+    fit(
+        tmp_path, [FaultInjector([Fault("weight", 20, "net.0")]), callback, *saves], model=Net(MODES[mode]),
+        max_steps=24, enable_checkpointing=bool(saves),
+    )  # fmt: skip
+    rewinds = [event for event in callback.events.recent if event["event"] == "rewind"]
+    assert rewinds and all(event["good_step"] in (18, 19) for event in rewinds)
+
+
 @pytest.mark.parametrize("step", [22, 29])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fit_without_saves_leaves_no_bad_weights_behind(tmp_path, mode, step):
