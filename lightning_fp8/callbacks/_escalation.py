@@ -194,6 +194,15 @@ class Escalation:
             if outcome.finding is not None:
                 self.write(outcome, outcome.finding, "skip")
 
+    def tell_rest(self, known: Iterable[Outcome]) -> None:
+        """The run ends with an exception: verdicts that nobody has acted on are told, and counted for a last save.
+
+        Args:
+            known: those that the guard has handed out already.
+        """
+        self.ladder.in_a_row = self.guard.rejected_in_a_row(self.ladder.in_a_row)
+        self.write_skipped([*known, *self.guard.outcomes()])
+
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""
         first = finding.culprits[0]

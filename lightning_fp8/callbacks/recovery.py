@@ -293,6 +293,9 @@ class SkipBatchRecovery(Callback):
             self._ended = True
             what = {"kind": type(exception).__name__, "text": str(exception)}
             with while_ending("SkipBatchRecovery"):
+                if self._escalation is not None:
+                    self._escalation.tell_rest(self._known)
+            with while_ending("SkipBatchRecovery"):
                 self.events.add("exception", step=trainer.global_step, **what)
             self._close()
         # Lightning tears no callback down after an exception: this one would stay around the next fit's training_step.

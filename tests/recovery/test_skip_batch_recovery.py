@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,6 +28,7 @@ from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
 from lightning_fp8.recovery.events import read_events
+from lightning_fp8.recovery.faults import InjectedFault
 
 MODES = {"exact": "adamw", "fast": "adamw-fused"}
 NAN = math.nan
@@ -437,6 +439,22 @@ def test_every_rejected_step_is_logged_and_counted_once_whoever_saves(tmp_path, 
     assert steps == list(range(12, 12 + len(steps))) and len(steps) in ((9,) if mode == "exact" else (9, 12))
     assert SkipBatchRecovery(skip_batches=tmp_path / "recovery.jsonl").skip_batches == {(0, step) for step in steps}
     assert [event["action"] for event in rejected(callback) if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_rejected_steps_of_a_run_that_fails_are_logged_and_counted(tmp_path, mode):
+    callback, save = recovery(skips=5), OnExceptionCheckpoint(tmp_path, "last")
+    faults = [Fault("batch", 11), Fault("batch", 12), Fault("exception", 13)]
+    with pytest.raises(InjectedFault):
+        fit(tmp_path, [FaultInjector(faults), callback, save], model=Net(MODES[mode]), enable_checkpointing=True)
+    events = [
+        (event["event"], event["step"], event.get("reason")) for event in read_events(tmp_path / "recovery.jsonl")
+    ]
+    told = [("rejected", 11, None), ("rejected", 12, None), ("exception", 13, None)]
+    assert events == [*told, ("rewind", 13, "before a save")], "two in a row: the weights to save are in doubt"
+    resumed = recovery(log=None)
+    fit(tmp_path, [resumed], model=Net(MODES[mode]), ckpt_path=str(tmp_path / "last.ckpt"), max_steps=20)
+    assert resumed.events.counts["rejected"] == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
