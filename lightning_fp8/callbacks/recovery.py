@@ -337,7 +337,13 @@ class SkipBatchRecovery(Callback):
         return escalation is not None and escalation.doubtful(alone=self._ended) and escalation.go_back_before_a_save()
 
     def _leave_out(self, trainer: pl.Trainer, reason: str) -> None:
-        self._running().reject_step()
+        guard = self._running()
+        if trainer.lightning_module.automatic_optimization:
+            guard.reject_step()
+        else:
+            # It has left training_step, in which its step would have come: the next one is another batch's.
+            guard.give_up()
+            self._decided = self._rejection = True
         batch = self._batches[-1] if self._batches else None
         self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason, batch=batch)
 

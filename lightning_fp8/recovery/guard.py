@@ -187,6 +187,12 @@ class StepGuard:
         self._left_out = True
 
     @torch.no_grad()
+    def give_up(self) -> None:
+        """Leave no trace of what was done since :meth:`begin`; its steps need not come, and the gradients are gone."""
+        for optimizer in self.optimizers:
+            self._skip_on_host(optimizer)
+
+    @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
         """Judge the step that ``optimizer`` is about to take; a bad one will leave no trace.
 

@@ -23,7 +23,7 @@ from recovery_models import OPTIMIZERS, Net, fit, make_data, make_loader, make_t
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import FP8Precision, LayerSelection
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
@@ -408,6 +408,43 @@ def test_users_can_leave_a_batch_out(tmp_path, way, mode):
         assert [event[key] for key in ("step", "epoch", "batch")] == [events[0]["step"], 0, 5]
     assert math.isfinite(test_loss(model)) and trainer.global_step == 30
     assert "training_step" not in model.__dict__, "the module is left as it was"
+
+
+class GivesUpByHand(Net):
+    """Leaves ``training_step`` at batch 5, before it has done anything or with gradients of bad data."""
+
+    automatic_optimization = False
+
+    def __init__(self, way: str, optimizer: str) -> None:
+        super().__init__(optimizer, schedule=False, dropout=0.0)
+        self.way = way
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5 and self.way == "return":
+            return
+        optimizer = self.optimizers()
+        loss = self.loss(batch) * (NAN if batch_idx == 5 else 1.0)
+        self.log("train_loss", loss, on_epoch=True)
+        self.manual_backward(loss)
+        if batch_idx == 5:
+            raise SkipBatchException("bad data")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_given_up_before_its_step_leaves_no_trace_on_the_next(tmp_path, mode, fp8):
+    runs = []
+    for way, callbacks in (("return", []), ("raise", [recovery()])):
+        plugins = [FP8Precision(layers=LayerSelection())] if fp8 else None
+        settings = {"model": GivesUpByHand(way, MODES[mode]), "loader": make_loader(192), "plugins": plugins}
+        runs.append(fit(tmp_path, callbacks, max_steps=11, **settings))
+    (model, trainer), (other, its_trainer) = runs
+    events = [(event["event"], event["batch"]) for event in callbacks[0].events.recent]
+    assert events == [("left_out", 5)] and trainer.global_step == its_trainer.global_step == 11
+    assert same_weights(model, other)
+    assert trainer.callback_metrics["train_loss_epoch"] == its_trainer.callback_metrics["train_loss_epoch"]
 
 
 def test_left_out_batches_leave_no_trace(tmp_path):
