@@ -7,7 +7,7 @@ class SkipBatchException(Exception):
     """Raise it in ``training_step`` to leave a batch out.
 
     On one device, or on all ranks at once. Where only some ranks can tell that their data is bad, return
-    ``recovery.reject(loss)`` instead. In manual optimization all gradients that are there go with the batch.
+    ``recovery.reject(loss)`` instead.
     """
 
 
