@@ -10,6 +10,7 @@ from itertools import groupby
 import lightning.pytorch as pl
 import torch
 
+from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._samples import sample_indices
 from lightning_fp8.loss_scaling import LossScaler
@@ -162,7 +163,7 @@ class Escalation:
         # Whoever resumes from the last good state has other data, and begins without these.
         self.write_skipped(self.guard.outcomes())
         if self.rewind():
-            path = os.path.join(self.trainer.log_dir or self.trainer.default_root_dir, LAST_GOOD_NAME)
+            path = os.path.join(run_directory(self.trainer), LAST_GOOD_NAME)
             self.trainer.save_checkpoint(path)
             message += f"The last good state is in {path}: resume from it"
         else:
@@ -192,6 +193,15 @@ class Escalation:
         for outcome in outcomes:
             if outcome.finding is not None:
                 self.write(outcome, outcome.finding, "skip")
+
+    def tell_rest(self, known: Iterable[Outcome]) -> None:
+        """The run ends with an exception: verdicts that nobody has acted on are told, and counted for a last save.
+
+        Args:
+            known: those that the guard has handed out already.
+        """
+        self.ladder.in_a_row = self.guard.rejected_in_a_row(self.ladder.in_a_row)
+        self.write_skipped([*known, *self.guard.outcomes()])
 
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""

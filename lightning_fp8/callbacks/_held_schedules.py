@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_fp8.recovery.snapshot import group_settings, set_group_settings
+from lightning_fp8.recovery.snapshot import Settings, same_groups, set_settings, settings_of
 
 
 class HeldSchedules:
@@ -18,18 +18,14 @@ class HeldSchedules:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = []
+        self._held: list[tuple[Any, dict[str, Any], Settings]] = []
 
     def hold(self, trainer: pl.Trainer) -> None:
         """Keep the schedules that are stepped each batch; in manual optimization the user steps them."""
         if not trainer.lightning_module.automatic_optimization:
             return
         self._held = [
-            (
-                config,
-                copy.deepcopy(config.scheduler.state_dict()),
-                [group_settings(group) for group in config.scheduler.optimizer.param_groups],
-            )
+            (config, copy.deepcopy(config.scheduler.state_dict()), settings_of(config.scheduler.optimizer))
             for config in trainer.lr_scheduler_configs
             if config.interval == "step"
         ]
@@ -49,7 +45,7 @@ class HeldSchedules:
 
     def _put_back(self, *, plateau: bool) -> None:
         for config, state, settings in self._held:
-            if config.reduce_on_plateau == plateau:
+            # Of groups that have joined since neither knows.
+            if config.reduce_on_plateau == plateau and same_groups(config.scheduler.optimizer, settings):
                 config.scheduler.load_state_dict(state)
-                for group, saved in zip(config.scheduler.optimizer.param_groups, settings, strict=True):
-                    set_group_settings(group, saved)
+                set_settings(config.scheduler.optimizer, settings)

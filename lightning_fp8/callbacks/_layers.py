@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.callbacks._ending import while_ending
+from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.statistics import AMAX
 from lightning_fp8.telemetry import HostCopy, Telemetry
 
@@ -42,6 +44,7 @@ class LayerCallback(Callback):
         self._telemetry: Telemetry | None = None
         self._window: Tensor | None = None
         self._started: int | None = None
+        self._before: int | None = None
         self._told = False
         self._copy = HostCopy()
         self._pending: When | None = None
@@ -53,7 +56,7 @@ class LayerCallback(Callback):
         """A fit begins."""
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        """Whether the step that runs is to be read."""
+        """Whether the batch that runs is to be read."""
         return True
 
     def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
@@ -76,6 +79,14 @@ class LayerCallback(Callback):
     def _load(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was; within a fit."""
 
+    # What it may ask
+
+    def _passes(self, interval: int, start: int = 0) -> bool:
+        """Whether this batch's first step is one of every ``interval`` from ``start`` on, or the next one there is."""
+        now = self._started or 0
+        before = now - 1 if self._before is None else self._before
+        return passes_multiple(interval, before - start, now - start)
+
     # Hooks
 
     @property
@@ -88,7 +99,7 @@ class LayerCallback(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._telemetry = Telemetry.attach(pl_module)
-        self._window = self._started = self._pending = None
+        self._window = self._started = self._before = self._pending = None
         self._begin(trainer, pl_module, self._telemetry)
         self._resume()
 
@@ -96,7 +107,8 @@ class LayerCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.telemetry.begin_step(trainer.global_step)
-        self._started = trainer.global_step
+        if trainer.global_step != self._started:  # Otherwise gradients accumulate.
+            self._before, self._started = self._started, trainer.global_step
         self._told = False
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -131,10 +143,9 @@ class LayerCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # Lightning tears no callback down after an exception: hooks would stay, and the next fit read stale tables.
-        try:
+        with while_ending(type(self).__name__):
             self._arrive(trainer)
-        finally:
-            self.teardown(trainer, pl_module, "fit")
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._telemetry is not None:
@@ -144,7 +155,8 @@ class LayerCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._trainer is not None:
             self._arrive(self._trainer)
-        return self._state() or self._loaded or {}
+        state = self._state()
+        return {**state, "started": self._started} if state else self._loaded or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict or None
@@ -154,6 +166,7 @@ class LayerCallback(Callback):
         """Sharded strategies load after a fit has begun, others before."""
         if self._loaded is not None and self._telemetry is not None:
             self._load(self._loaded)
+            self._started = self._loaded.get("started")
             self._loaded = None
 
     def _arrive(self, trainer: pl.Trainer) -> None:

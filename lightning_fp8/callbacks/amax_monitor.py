@@ -142,24 +142,22 @@ class AmaxMonitor(LayerCallback):
 
     def _due(self, trainer: pl.Trainer) -> bool:
         interval = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return self._chosen(trainer.global_step, interval) or self._wants_statistics(trainer.global_step)
+        return self._chosen(interval) or self._chosen(self.statistics_every_n_steps)
 
-    def _chosen(self, step: int, interval: int | None) -> bool:
+    def _chosen(self, interval: int | None) -> bool:
+        step = self._started or 0
         if not interval or step < self.start_step or (self.end_step is not None and step >= self.end_step):
             return False
-        return (step - self.start_step) % interval == 0
-
-    def _wants_statistics(self, step: int) -> bool:
-        return self._chosen(step, self.statistics_every_n_steps)
+        return self._passes(interval, self.start_step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        step = trainer.global_step
         # Of accumulated batches the first is looked at.
-        if self._statistics is not None and step != self._statistics_of and self._wants_statistics(step):
-            self._statistics_of = step
+        new = self._started != self._statistics_of
+        if self._statistics is not None and new and self._chosen(self.statistics_every_n_steps):
+            self._statistics_of = self._started
             self._statistics.begin()
 
     def on_train_batch_end(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -145,11 +144,6 @@ class FP8HealthMonitor(LayerCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.progress_bar and self._worst is not None:
             show_worst_layer(trainer, pl_module, *self._worst, skipped_steps(trainer))
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # The run is ending already: what else is found goes into the events.
-        with suppress(FP8HealthError):
-            super().on_exception(trainer, pl_module, exception)
 
     def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
         self._running().commit(self.telemetry.kept(window))

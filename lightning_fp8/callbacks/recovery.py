@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._averages import Averages
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
+from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
+from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
@@ -186,9 +190,7 @@ class SkipBatchRecovery(Callback):
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
         ]
-        path = self.log_path
-        if path == "auto":
-            path = os.path.join(trainer.log_dir or trainer.default_root_dir, LOG_NAME)
+        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
         self.events.path = Path(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
 
@@ -212,7 +214,7 @@ class SkipBatchRecovery(Callback):
             others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
             self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
             # Weights that only the first batch will make are no state to go back to.
-            if not any(is_lazy(parameter) for parameter in pl_module.parameters()):
+            if not any(is_lazy(tensor) for tensor in chain(pl_module.parameters(), pl_module.buffers())):
                 self.snapshots.capture(trainer.global_step)
                 self.snapshots.promote()
         self._step = trainer.global_step
@@ -268,10 +270,9 @@ class SkipBatchRecovery(Callback):
         escalation.act(known)
         before, self._step = self._step, trainer.global_step
         if self.snapshots is not None and self.snapshot_every is not None and not self.ladder.in_a_row:
-            # In manual optimization a batch may take several steps, and pass by the multiple.
-            due = self._step // self.snapshot_every > before // self.snapshot_every
+            due = passes_multiple(self.snapshot_every, before, self._step)
             if due or self.snapshots.empty:
-                self.snapshots.capture(self._step)
+                self._take_snapshot(self.snapshots, self._step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
@@ -290,7 +291,12 @@ class SkipBatchRecovery(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self.guard is not None:
             self._ended = True
-            self.events.add("exception", step=trainer.global_step, kind=type(exception).__name__, text=str(exception))
+            what = {"kind": type(exception).__name__, "text": str(exception)}
+            with while_ending("SkipBatchRecovery"):
+                if self._escalation is not None:
+                    self._escalation.tell_rest(self._known)
+            with while_ending("SkipBatchRecovery"):
+                self.events.add("exception", step=trainer.global_step, **what)
             self._close()
         # Lightning tears no callback down after an exception: this one would stay around the next fit's training_step.
         self.teardown(trainer, pl_module, "fit")
@@ -317,7 +323,13 @@ class SkipBatchRecovery(Callback):
             if escalation.go_back_before_a_save():
                 collect_again(trainer, self, checkpoint)
         elif self.snapshots is not None:
-            self.snapshots.capture(trainer.global_step)
+            self._take_snapshot(self.snapshots, trainer.global_step)
+
+    def _take_snapshot(self, snapshots: Snapshots, step: int) -> None:
+        # The verdict on the candidate comes a step or two later: taking its place before then, where saves are as
+        # frequent, none would ever become the good one.
+        if snapshots.candidate is None:
+            snapshots.capture(step)
 
     def _make_good(self) -> bool:
         """Before a save of weights only; whether the weights are others now."""
@@ -325,7 +337,13 @@ class SkipBatchRecovery(Callback):
         return escalation is not None and escalation.doubtful(alone=self._ended) and escalation.go_back_before_a_save()
 
     def _leave_out(self, trainer: pl.Trainer, reason: str) -> None:
-        self._running().reject_step()
+        guard = self._running()
+        if trainer.lightning_module.automatic_optimization:
+            guard.reject_step()
+        else:
+            # It has left training_step, in which its step would have come: the next one is another batch's.
+            guard.give_up()
+            self._decided = self._rejection = True
         batch = self._batches[-1] if self._batches else None
         self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason, batch=batch)
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
 from lightning_fp8.health import HealthEvent
@@ -69,6 +71,7 @@ class FP8Report(LayerCallback):
         self.history = history
         self.max_layers = max_layers
         self.title = title
+        self._default_path: Path | None = None
         self._names: list[str] = []
         self._recipe_of: list[Any] = []
         self._layers: ThinnedHistory | None = None
@@ -89,12 +92,19 @@ class FP8Report(LayerCallback):
 
         Returns:
             Where it is.
+
+        Raises:
+            RuntimeError: neither has a path, and no fit has begun.
         """
         if self._telemetry is not None:
             self._arrive(trainer)
         return self._write(trainer, f"At step {trainer.global_step}.", failed=False, path=path)
 
     # Hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and self.path is None:
+            self._default_path = Path(run_directory(trainer), PAGE_NAME)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._names = list(telemetry.names)
@@ -106,7 +116,7 @@ class FP8Report(LayerCallback):
         self._decisions = [decision for conversion in telemetry.conversions for decision in conversion.decisions]
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        return trainer.global_step % self.every_n_steps == 0
+        return self._passes(self.every_n_steps)
 
     def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -152,19 +162,23 @@ class FP8Report(LayerCallback):
             callback.on_exception(trainer, pl_module, exception)
         if trainer.is_global_zero:
             what = f"{type(exception).__name__}: {exception}".rstrip(": ")
-            self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
+            with while_ending("FP8Report"):
+                self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
 
     # The page
 
     def _write(self, trainer: pl.Trainer, state: str, failed: bool, path: str | os.PathLike[str] | None = None) -> Path:
-        target = Path(path) if path is not None else self.path
+        target = Path(path) if path is not None else self.path or self._default_path
         if target is None:
-            target = Path(trainer.log_dir or trainer.default_root_dir) / PAGE_NAME
+            raise RuntimeError("The log directory of a run is known from the beginning of its fit on: give a path.")
         target.parent.mkdir(parents=True, exist_ok=True)
         # Readers never see half a page.
         draft = target.with_name(f".{target.name}.{os.getpid()}")
-        draft.write_text(self._page(trainer, state, failed).html(), encoding="utf-8")
-        draft.replace(target)
+        try:
+            draft.write_text(self._page(trainer, state, failed).html(), encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
         return target
 
     def _page(self, trainer: pl.Trainer, state: str, failed: bool) -> Page:

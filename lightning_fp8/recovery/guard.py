@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -186,6 +187,12 @@ class StepGuard:
         self._left_out = True
 
     @torch.no_grad()
+    def give_up(self) -> None:
+        """Leave no trace of what was done since :meth:`begin`; its steps need not come, and the gradients are gone."""
+        for optimizer in self.optimizers:
+            self._skip_on_host(optimizer)
+
+    @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
         """Judge the step that ``optimizer`` is about to take; a bad one will leave no trace.
 
@@ -278,11 +285,12 @@ class StepGuard:
         Args:
             alone: look at this rank's only; otherwise every rank must call.
         """
-        names, owners = [], []
+        names, floating = [], []
         for judge in map(self._follow, range(len(self.judges))):
-            names += judge.layout.parameters
-            owners += judge.parameters
-        floating = [local_values(p.detach()) for p in owners]
+            for name, parameter in zip(judge.layout.parameters, judge.parameters, strict=True):
+                if not is_lazy(parameter):
+                    names.append(name)
+                    floating.append(local_values(parameter.detach()))
         norms = [norm.to(self.device) for norm in torch._foreach_norm(floating, 2, torch.float32)]
         bad = for_message(torch.stack(norms))
         message = torch.zeros(len(names) + self.ranks, device=self.device)

@@ -16,12 +16,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
+
+#: Of each parameter group of an optimizer, all but the parameters.
+Settings = list[dict[str, Any]]
 
 
 class Stateful(Protocol):
@@ -40,12 +44,14 @@ class Snapshot:
 
     Attributes:
         label: what the caller said about the moment (the step).
+        plain: of each optimizer parameter's state the values that are no tensors, such as some optimizers' step count.
     """
 
     def __init__(self) -> None:
         self.label: Any = None
         self.tensors: dict[str, Tensor] = {}
-        self.groups: list[list[dict[str, Any]]] = []
+        self.plain: dict[str, dict[str, Any]] = {}
+        self.settings: list[Settings] = []
         self.states: dict[str, tuple[list[Any], TreeSpec]] = {}
         self.rng: dict[str, Any] = {}
 
@@ -54,7 +60,8 @@ class Snapshots:
     """Captures and restores a module, its optimizers and whatever else has a state.
 
     Parameter groups may join an optimizer in mid-run. Going back to a state from before them, all weights come back,
-    the groups stay, and their parameters lose the optimizer state that they have got since.
+    the groups stay, and their parameters lose the optimizer state that they have got since. That optimizer's settings
+    and schedules stay as they are: those from before do not know of the groups.
 
     Args:
         module: weights and buffers, restored in place.
@@ -105,7 +112,8 @@ class Snapshots:
                 host.copy_(tensor)
         if self._stream is not None:
             self._copied = self._stream.record_event()
-        snapshot.groups = [[group_settings(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        snapshot.plain = self._plain()
+        snapshot.settings = [settings_of(optimizer) for optimizer in self.optimizers]
         snapshot.rng = collect_rng_state()
         snapshot.label = label
         self.candidate = snapshot
@@ -147,21 +155,27 @@ class Snapshots:
         good = self.good
         if self.candidate is not None:
             self._spare, self.candidate = self.candidate, None
-        for optimizer, groups in zip(self.optimizers, good.groups, strict=True):
-            for group, saved in zip(optimizer.param_groups, groups, strict=False):
-                set_group_settings(group, saved)
+        changed = []
+        for optimizer, settings in zip(self.optimizers, good.settings, strict=True):
+            if same_groups(optimizer, settings):
+                set_settings(optimizer, settings)
+            else:
+                changed.append(optimizer)
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in self._optimizer_parameters(index, optimizer):
                 # What the state did not hold then was made by steps that are undone.
-                state = optimizer.state.get(parameter, {})
-                for key in [k for k, v in state.items() if torch.is_tensor(v) and f"{name}.{k}" not in good.tensors]:
+                state, values = optimizer.state.setdefault(parameter, {}), good.plain.get(name, {})
+                for key in [key for key in state if key not in values and f"{name}.{key}" not in good.tensors]:
                     del state[key]
+                state.update(copy.deepcopy(values))
                 if not state:
                     optimizer.state.pop(parameter, None)
         for name, tensor in self._tensors():
             if name in good.tensors:
                 tensor.copy_(good.tensors[name])
         for name, other in self.others.items():
+            if any(getattr(other, "optimizer", None) is optimizer for optimizer in changed):
+                continue
             plain, spec = good.states[name]
             leaves = [
                 good.tensors[place].clone() if (place := _place(name, index)) in good.tensors else copy.deepcopy(leaf)
@@ -172,9 +186,12 @@ class Snapshots:
         return good.label
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by name, local ones where they are sharded."""
-        found = [(f"parameter.{name}", local_values(p.detach())) for name, p in self.module.named_parameters()]
-        found += [(f"buffer.{name}", local_values(b)) for name, b in self.module.named_buffers()]
+        """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet."""
+        live: list[tuple[str, Tensor]] = [
+            (f"parameter.{name}", parameter) for name, parameter in self.module.named_parameters()
+        ]
+        live += [(f"buffer.{name}", buffer) for name, buffer in self.module.named_buffers()]
+        found = [(name, local_values(tensor.detach())) for name, tensor in live if not is_lazy(tensor)]
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in self._optimizer_parameters(index, optimizer):
                 state = optimizer.state.get(parameter, {})
@@ -182,6 +199,17 @@ class Snapshots:
                     (f"{name}.{key}", local_values(value)) for key, value in state.items() if torch.is_tensor(value)
                 ]
         return found
+
+    def _plain(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers' states hold besides tensors, by parameter; copies."""
+        plain: dict[str, dict[str, Any]] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in self._optimizer_parameters(index, optimizer):
+                state = optimizer.state.get(parameter, {})
+                values = {key: value for key, value in state.items() if not torch.is_tensor(value)}
+                if values:
+                    plain[name] = copy.deepcopy(values)
+        return plain
 
     def _optimizer_parameters(self, index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""
@@ -195,16 +223,24 @@ def _place(name: str, index: int) -> str:
     return f"other.{name}.{index}"
 
 
-def group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Learning rate and the like of a parameter group."""
-    values = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in values.items()}
+def settings_of(optimizer: Optimizer) -> Settings:
+    """Learning rate and the like of each parameter group."""
+    return [
+        {key: v.detach().clone() if torch.is_tensor(v) else v for key, v in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
-def set_group_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Put back what :func:`group_settings` gave."""
-    for key, value in saved.items():
-        if torch.is_tensor(group.get(key)):
-            group[key].copy_(value)
-        else:
-            group[key] = value
+def same_groups(optimizer: Optimizer, settings: Settings) -> bool:
+    """Whether no parameter group has joined or left since ``settings``, nor then any entry of schedules' lists."""
+    return len(optimizer.param_groups) == len(settings)
+
+
+def set_settings(optimizer: Optimizer, settings: Settings) -> None:
+    """Put back what :func:`settings_of` gave, to the same groups."""
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value

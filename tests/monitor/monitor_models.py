@@ -43,6 +43,19 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class StepsByHand(Net):
+    """Takes three steps on the first batch and two on each other: they begin at 0, 3, 5, 7, 9, ..."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for _ in range(3 if batch_idx == 0 else 2):
+            optimizer.step()
+
+
 def batches(count: int) -> DataLoader[Tensor]:
     """The same batch again and again, so that nothing but faults changes the amaxes much."""
     batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from monitor_models import Fault, Net, Plant, batches, make_trainer, precision
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
+from lightning_fp8.callbacks.report import FP8Report
 from lightning_fp8.metrics import SQNR, Amax, SaturationRate, UnderflowRate
 
 WORLD = 2
@@ -33,10 +34,12 @@ FAULTS = [
 ]
 
 
-def trainer_of(callbacks: list[Any], steps: int) -> Any:
+def trainer_of(callbacks: list[Any], steps: int, **settings: Any) -> Any:
     strategy = DDPStrategy(process_group_backend="gloo")
     # Rank 1's own data is what a fault changes: the sampler would hand out the same batches anyway.
-    return make_trainer(callbacks, steps, precision(), devices=WORLD, strategy=strategy, use_distributed_sampler=False)
+    return make_trainer(
+        callbacks, steps, precision(), devices=WORLD, strategy=strategy, use_distributed_sampler=False, **settings
+    )
 
 
 def run_rank(rank: int, folder: str, port: int) -> None:
@@ -63,6 +66,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         results["raised"] = None
     except FP8HealthError as error:
         results["raised"] = [str(error), trainer.global_step]
+    trainer_of([FP8Report()], 3, default_root_dir=folder).fit(Net(), batches(3))
     results["metrics"] = metrics(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     if dist.is_initialized():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from monitor_models import Net, batches, make_trainer, precision
+from monitor_models import Net, StepsByHand, batches, make_trainer, precision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -82,6 +82,15 @@ def test_only_the_chosen_steps_and_layers_are_logged() -> None:
     assert sorted(keep.lines) == [0, 3, 6]
     keep = fit(AmaxMonitor(1, per_layer=False), 2)
     assert set(keep.lines[1]) == {f"fp8/{role}/amax_max" for role in ROLES}
+
+
+def test_steps_are_chosen_where_a_batch_takes_several() -> None:
+    monitor = AmaxMonitor(4, statistics_every_n_steps=8, start_step=2, end_step=17)
+    model = StepsByHand()
+    keep = Keep()
+    make_trainer([monitor], -1, precision(), max_epochs=1, logger=[keep]).fit(model, batches(10))
+    assert monitor.history is not None and monitor.history.steps.tolist() == [3, 7, 11, 15]
+    assert ["fp8/late/input/mse" in line for line in keep.lines.values()] == [True, False, True, False]
 
 
 def test_statistics_are_those_of_a_cast_written_out() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitor_models import Net, batches, make_trainer, precision
+from lightning.pytorch.loggers import CSVLogger
+from monitor_models import Fault, Net, Plant, batches, make_trainer, precision
 from torch import Tensor
 
-from lightning_fp8 import AmaxMonitor, FP8HealthMonitor, FP8Report
+from lightning_fp8 import AmaxMonitor, FP8HealthMonitor, FP8Report, SkipBatchRecovery
 from lightning_fp8.statistics import LAST_AMAX
 
 
@@ -57,3 +59,38 @@ def test_the_next_run_may_have_another_recipe(again: str, tmp_path: Path) -> Non
     conversion.step()
     history = callbacks[1].history.values[-1, : len(conversion.converted), :, 0]
     assert torch.equal(history, conversion.runtime.table.data[..., LAST_AMAX].log2())
+
+
+class NoSpaceAtTheEnd(CSVLogger):
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if step == 1 and "fp8/late/input/amax" in metrics:
+            raise OSError("no space")
+
+
+def test_the_exception_that_ends_a_run_is_the_one_that_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever else fails then is told, and keeps no other callback from its work."""
+    page, log, health = tmp_path / "page.html", tmp_path / "recovery.jsonl", FP8HealthMonitor("raise")
+
+    class InTheWay(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                log.unlink()
+                log.mkdir()
+                page.mkdir()
+
+    callbacks = [
+        FP8Report(page, every_n_steps=1), AmaxMonitor(every_n_steps=1), SkipBatchRecovery(log=log), health,
+        Plant(Fault(1, "late", "input", math.inf)), InTheWay(),
+    ]  # fmt: skip
+    model = Stops()
+    with pytest.raises(RuntimeError, match="stopped"):
+        make_trainer(callbacks, 4, precision(), logger=NoSpaceAtTheEnd(tmp_path)).fit(model, batches(4))
+    told = [record.getMessage() for record in caplog.records if "while another exception ends the run" in record.msg]
+    assert [message.split(",")[0] for message in told] == [
+        "AmaxMonitor", "FP8HealthMonitor", "FP8Report", "SkipBatchRecovery",
+    ]  # fmt: skip
+    assert "no space" in told[0] and "Inf first seen in the input of 'late'" in told[1]
+    assert [event.layer for event in health.events] == ["late"]
+    assert not left_behind(model) and not list(tmp_path.glob(".*"))

@@ -27,7 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # Forked from a server that has imported everything once: importing takes longer than the checks.
     multiprocessing.set_forkserver_preload(["monitor_ranks"])
     mp.start_processes(monitor_ranks.run_rank, (str(folder), port), nprocs=WORLD, start_method="forkserver")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    pages = [str(path.relative_to(folder)) for path in folder.rglob("*.html")]
+    return [{**json.loads((folder / f"{rank}.json").read_text()), "pages": pages} for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
@@ -44,6 +45,10 @@ def test_raise_raises_on_every_rank_in_the_same_step(results: list[dict[str, Any
     assert results[0]["raised"] == results[1]["raised"]
     message, step = results[0]["raised"]
     assert "weight of 'head' (forward, rank 1)" in message and step == 3
+
+
+def test_the_report_is_written_once_into_the_run_s_directory(results: list[dict[str, Any]]) -> None:
+    assert results[0]["pages"] == ["fp8-report.html"]
 
 
 def test_metrics_reduce_over_ranks(results: list[dict[str, Any]]) -> None:

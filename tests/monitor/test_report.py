@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
+from monitor_models import EXECUTED, Fault, Net, Plant, StepsByHand, batches, make_trainer, precision
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.callbacks.report import FP8Report
@@ -140,6 +140,8 @@ def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
             states.append(words(report.write(trainer, tmp_path / "now.html").read_text()))
 
     trainer = make_trainer([report, Ask()], 3, default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="give a path"):
+        report.write(trainer)
     trainer.fit(Net(), batches(3))
     assert "At step 2." in states[1]
     assert (tmp_path / "fp8-report.html").exists()
@@ -169,6 +171,22 @@ def test_resuming_goes_on_with_the_curves(tmp_path: Path) -> None:
     resumed = run(6, tmp_path / "3.ckpt")
     assert torch.equal(resumed._curves.steps, whole._curves.steps)
     assert torch.equal(resumed._curves.values[:, 0], whole._curves.values[:, 0])
+
+
+def test_readings_where_a_batch_takes_several_steps_and_after_a_resume(tmp_path: Path) -> None:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    def steps(path: Path | None = None) -> list[int]:
+        report = FP8Report(tmp_path / "page.html", every_n_steps=4)
+        trainer = make_trainer([report, *([] if path else [Save()])], -1, max_epochs=1)
+        trainer.fit(StepsByHand(), batches(10), ckpt_path=path)
+        assert trainer.global_step == 21
+        return report._curves.steps.tolist()
+
+    assert steps() == [0, 5, 9, 13, 17]
+    assert steps(tmp_path / "9.ckpt") == [0, 5, 9, 13, 17]
 
 
 @pytest.mark.parametrize(

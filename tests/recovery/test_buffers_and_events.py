@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -52,6 +53,59 @@ def test_what_forward_moved_is_put_back(on_device, steps_before):
     assert not all(torch.equal(a, b) for a, b in zip(before, state(module), strict=True))
     buffers.restore(torch.tensor(True) if on_device else None)
     assert all(torch.equal(a, b) for a, b in zip(before, state(module), strict=True))
+
+
+class LazyCount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", nn.UninitializedBuffer())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if nn.parameter.is_lazy(self.count):
+            self.count.materialize((1,))
+            self.count.zero_()
+        self.count += 1
+        return x
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_lazy_buffers_have_nothing_to_go_back_to_but_their_beginning(late, on_device):
+    layers = nn.ModuleList([nn.Linear(4, 6), nn.LazyBatchNorm1d(), LazyCount()])
+    buffers = MovedBuffers(layers)
+    rejected, accepted = (torch.tensor(True), torch.tensor(False)) if on_device else (None, torch.tensor(False))
+
+    def forward(x: torch.Tensor, layers: Sequence[nn.Module]) -> None:
+        buffers.remember()
+        for layer in layers:
+            x = layer(x)
+
+    if late:
+        forward(torch.randn(8, 4), layers[:1])
+        buffers.restore(accepted)
+    forward(torch.full((8, 4), math.nan), layers)
+    buffers.restore(rejected)
+    twin = nn.BatchNorm1d(6)
+    assert all(torch.equal(layers[1].state_dict()[name], value) for name, value in twin.state_dict().items())
+    for _ in range(2):
+        forward(torch.randn(8, 4), layers)
+        buffers.restore(accepted)
+    before = state(layers)
+    forward(torch.full((8, 4), math.nan), layers)
+    buffers.restore(rejected)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(layers), strict=True))
+
+
+def test_a_buffer_that_is_made_late_is_watched_from_its_first_step():
+    layers = nn.Sequential(LazyCount())
+    buffers = MovedBuffers(layers)
+    buffers.remember()
+    layers(torch.ones(1))
+    buffers.restore(torch.tensor(False))
+    buffers.remember()
+    layers(torch.ones(1))
+    buffers.restore()
+    assert layers[0].count == 1
 
 
 def test_an_accepted_step_moves_them_and_the_next_is_watched_again():

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,11 +23,12 @@ from recovery_models import OPTIMIZERS, Net, fit, make_data, make_loader, make_t
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import FP8Precision, LayerSelection
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
 from lightning_fp8.recovery.events import read_events
+from lightning_fp8.recovery.faults import InjectedFault
 
 MODES = {"exact": "adamw", "fast": "adamw-fused"}
 NAN = math.nan
@@ -188,6 +190,28 @@ def test_a_rewind_to_before_layers_were_unfrozen(tmp_path, mode):
     assert callback.guard.judges[0].statistics.count < 24 - 9
 
 
+class GroupsJoinWhileHeld(Plateau):
+    """The skipped step is the epoch's last: its schedule is put back when the group has joined."""
+
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        del configured["optimizer"].param_groups[0]["params"][2:]
+        return configured
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net[4].parameters())})
+
+
+def test_a_group_joins_while_a_schedule_is_held(tmp_path):
+    callback = recovery()
+    _, trainer = fit(
+        tmp_path, [FaultInjector([Fault("batch", 7)]), callback], model=GroupsJoinWhileHeld(),
+        loader=make_loader(128), max_steps=12,
+    )  # fmt: skip
+    assert trainer.global_step == 12 and [event["step"] for event in callback.events.recent] == [7]
+
+
 class Lazy(Net):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
@@ -203,6 +227,20 @@ def test_weights_that_the_first_batch_makes(tmp_path, mode):
     )
     (rewind,) = (event for event in callback.events.recent if event["event"] == "rewind")
     assert rewind["good_step"] == 1 and math.isfinite(test_loss(model)) and trainer.global_step == 12
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_that_a_bad_first_batch_makes(tmp_path, mode, affine):
+    """And a layer that no batch makes is in nobody's way."""
+    model = Net(MODES[mode])
+    model.net[1], model.unused = nn.LazyBatchNorm1d(affine=affine), nn.LazyLinear(3)
+    callback = recovery(skips=1, fallbacks=0, snapshot_every=2)
+    faults = FaultInjector([Fault("batch", 0), Fault("weight", 6, "net.0")])
+    fit(tmp_path, [faults, callback], model=model, max_steps=9)
+    rewind = next(event for event in callback.events.recent if event["event"] == "rewind")
+    assert model.net[1].num_batches_tracked == rewind["good_step"] - 1 + 9 - rewind["step"]
+    assert rewind["good_step"] >= 2 and math.isfinite(test_loss(model))
 
 
 class StepsByHand(Net):
@@ -372,6 +410,43 @@ def test_users_can_leave_a_batch_out(tmp_path, way, mode):
     assert "training_step" not in model.__dict__, "the module is left as it was"
 
 
+class GivesUpByHand(Net):
+    """Leaves ``training_step`` at batch 5, before it has done anything or with gradients of bad data."""
+
+    automatic_optimization = False
+
+    def __init__(self, way: str, optimizer: str) -> None:
+        super().__init__(optimizer, schedule=False, dropout=0.0)
+        self.way = way
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5 and self.way == "return":
+            return
+        optimizer = self.optimizers()
+        loss = self.loss(batch) * (NAN if batch_idx == 5 else 1.0)
+        self.log("train_loss", loss, on_epoch=True)
+        self.manual_backward(loss)
+        if batch_idx == 5:
+            raise SkipBatchException("bad data")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_given_up_before_its_step_leaves_no_trace_on_the_next(tmp_path, mode, fp8):
+    runs = []
+    for way, callbacks in (("return", []), ("raise", [recovery()])):
+        plugins = [FP8Precision(layers=LayerSelection())] if fp8 else None
+        settings = {"model": GivesUpByHand(way, MODES[mode]), "loader": make_loader(192), "plugins": plugins}
+        runs.append(fit(tmp_path, callbacks, max_steps=11, **settings))
+    (model, trainer), (other, its_trainer) = runs
+    events = [(event["event"], event["batch"]) for event in callbacks[0].events.recent]
+    assert events == [("left_out", 5)] and trainer.global_step == its_trainer.global_step == 11
+    assert same_weights(model, other)
+    assert trainer.callback_metrics["train_loss_epoch"] == its_trainer.callback_metrics["train_loss_epoch"]
+
+
 def test_left_out_batches_leave_no_trace(tmp_path):
     """``skip_batches`` of a run's own log repeats that run bit for bit without the faults."""
     log = tmp_path / "events.jsonl"
@@ -401,6 +476,22 @@ def test_every_rejected_step_is_logged_and_counted_once_whoever_saves(tmp_path, 
     assert steps == list(range(12, 12 + len(steps))) and len(steps) in ((9,) if mode == "exact" else (9, 12))
     assert SkipBatchRecovery(skip_batches=tmp_path / "recovery.jsonl").skip_batches == {(0, step) for step in steps}
     assert [event["action"] for event in rejected(callback) if event["action"] != "skip"] == ["rewind"] * 2 + ["stop"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_rejected_steps_of_a_run_that_fails_are_logged_and_counted(tmp_path, mode):
+    callback, save = recovery(skips=5), OnExceptionCheckpoint(tmp_path, "last")
+    faults = [Fault("batch", 11), Fault("batch", 12), Fault("exception", 13)]
+    with pytest.raises(InjectedFault):
+        fit(tmp_path, [FaultInjector(faults), callback, save], model=Net(MODES[mode]), enable_checkpointing=True)
+    events = [
+        (event["event"], event["step"], event.get("reason")) for event in read_events(tmp_path / "recovery.jsonl")
+    ]
+    told = [("rejected", 11, None), ("rejected", 12, None), ("exception", 13, None)]
+    assert events == [*told, ("rewind", 13, "before a save")], "two in a row: the weights to save are in doubt"
+    resumed = recovery(log=None)
+    fit(tmp_path, [resumed], model=Net(MODES[mode]), ckpt_path=str(tmp_path / "last.ckpt"), max_steps=20)
+    assert resumed.events.counts["rejected"] == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -466,6 +557,19 @@ def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
         assert all(value.isfinite().all() for value in moments), path
     reasons = [(e["step"], e.get("reason")) for e in callback.events.recent if e["event"] == "rewind"]
     assert (28, "before a save") in reasons and len(reasons) == 3
+
+
+@pytest.mark.parametrize(("save_every", "snapshot_every"), [(1, 100), (2, 3), (None, 1)])
+@pytest.mark.parametrize("mode", MODES)
+def test_snapshots_become_good_however_often_they_are_taken(tmp_path, mode, save_every, snapshot_every):
+    saves = [ModelCheckpoint(tmp_path, every_n_train_steps=save_every)] if save_every else []
+    callback = recovery(snapshot_every=snapshot_every)
+    fit(
+        tmp_path, [FaultInjector([Fault("weight", 20, "net.0")]), callback, *saves], model=Net(MODES[mode]),
+        max_steps=24, enable_checkpointing=bool(saves),
+    )  # fmt: skip
+    rewinds = [event for event in callback.events.recent if event["event"] == "rewind"]
+    assert rewinds and all(event["good_step"] in (18, 19) for event in rewinds)
 
 
 @pytest.mark.parametrize("step", [22, 29])
