@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.checks import first_line
+from lightning_fp8.formats import E4M3
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX
@@ -250,12 +251,12 @@ def _rows_of_weights(state_dict: Any) -> list[Row]:
             continue  # Its values are elsewhere, or FP8's already.
         magnitudes = weight.float().abs()
         amax = float(magnitudes.max())
-        scale = 448.0 / amax if amax and math.isfinite(amax) else math.nan
+        scale = E4M3.max / amax if amax and math.isfinite(amax) else math.nan
         risks: list[str] = []
         if not math.isfinite(amax):
             risks.append("NaN or Inf")
         else:
-            lost = float(((magnitudes * scale < 2.0**-10) & (magnitudes > 0)).float().mean())
+            lost = float(((magnitudes * scale < E4M3.smallest_subnormal / 2) & (magnitudes > 0)).float().mean())
             if lost > 0.01:
                 risks.append(f"{lost:.1%} of the values would vanish")
         rows.append(Row(name.removesuffix(".weight"), "weight", amax, scale, math.nan, tuple(risks)))

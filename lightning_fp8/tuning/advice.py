@@ -174,7 +174,7 @@ def advise(
             f"Every layer was given {tokens} tokens and attention is left out: an input shape tells better, and a "
             "measured bf16 step best."
         )
-    return Advice(gpu, recipe.name, source.origin, advice, rest, notes)
+    return Advice(gpu, recipe.label, source.origin, advice, rest, notes)
 
 
 @dataclass(frozen=True)

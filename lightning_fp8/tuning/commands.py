@@ -193,7 +193,7 @@ def _source(table: LayerTable, recipe: Recipe, origin: str) -> Source:
     variant = variant_in(table, recipe)
     if variant is None:
         known = ", ".join(name for name in table.times if name != "bf16")
-        raise ValueError(f"The table of {table.gpu} holds no times of the {recipe.name} recipe, only of {known}.")
+        raise ValueError(f"The table of {table.gpu} holds no times of the {recipe.label} recipe, only of {known}.")
     return Source(table, variant, f"{origin} ({table.date}, torch {table.torch})")
 
 

@@ -70,6 +70,7 @@ class LayerTable:
 
         Raises:
             KeyError: the variant was not measured.
+            ValueError: it has no times.
         """
         points = self.times[variant]
         axes = [sorted({point[axis] for point in points}) for axis in range(3)]
@@ -97,12 +98,20 @@ class LayerTable:
 
     @staticmethod
     def from_json(text: str) -> LayerTable:
-        """The inverse of :meth:`to_json`."""
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            KeyError: a part is missing.
+            TypeError: one is of another type.
+            ValueError: one is damaged, or a variant has no times.
+        """
         data: dict[str, Any] = json.loads(text)
         times = {
             variant: {(int(t), int(i), int(o)): float(ms) for t, i, o, ms in rows}
             for variant, rows in data["times"].items()
         }
+        if not all(times.get(variant) for variant in ("bf16", *times)):
+            raise ValueError("Every variant of a table has times, and bf16 is one.")
         return LayerTable(data["gpu"], data["torch"], data["date"], times, data["host"], data["host_compiled"])
 
 
@@ -189,8 +198,8 @@ def _read(path: Path) -> dict[str, float]:
 
 def _interpolate(points: dict[Point, float], axes: list[list[int]], where: tuple[int, ...]) -> float:
     """Multilinear in the logarithms; beyond the table along its outermost cell."""
-    if not axes:
-        raise ValueError("The table is empty.")
+    if not points:
+        raise ValueError("The table is empty: benchmarks/layer_table.py measures one.")
     corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
     for axis, value in zip(axes, where, strict=True):
         high = min(max(bisect_left(axis, value), 1), len(axis) - 1) if len(axis) > 1 else 0

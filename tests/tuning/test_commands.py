@@ -114,6 +114,21 @@ def test_shipped_tables_are_found_by_a_part_of_the_gpus_name(
     )
 
 
+def test_advice_names_the_recipe_that_was_asked_for(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = made_up_table()
+    measured.times["rowwise_gw_hp"] = measured.times.pop("delayed")
+    for host in (measured.host, measured.host_compiled):
+        host["rowwise_gw_hp"] = host.pop("delayed")
+    path = tmp_path / "rowwise.json"
+    path.write_text(measured.to_json())
+    words = ["advise", *GPT_WORDS, "--recipe", "rowwise_gw_hp", "--table"]
+    assert main([*words, str(path)]) == 0
+    assert capsys.readouterr().out.startswith("rowwise_gw_hp on NVIDIA H200")
+    assert "no times of the rowwise_gw_hp recipe" in error_of([*words, table], capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -20,6 +20,14 @@ def test_json_brings_a_table_back() -> None:
     assert LayerTable.from_json(table.to_json()) == table
 
 
+def test_a_table_without_times_is_told() -> None:
+    table = LayerTable("GPU", "2.11", "2026-01-02", {"bf16": {}})
+    with pytest.raises(ValueError, match="table is empty"):
+        table.milliseconds("bf16", 1024, 256, 256)
+    with pytest.raises(ValueError, match="has times"):
+        LayerTable.from_json(table.to_json())
+
+
 def test_measured_points_are_met() -> None:
     table = made_up_table()
     for point in grid()[::7]:
