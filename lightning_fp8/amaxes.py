@@ -89,7 +89,7 @@ def record_gradient(y: Tensor, slot: Tensor) -> Tensor:
 
 
 def watched_linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: tuple[Tensor, ...]) -> Tensor:
-    """``F.linear`` in high precision that notes its amaxes like :func:`scaled_linear`; same values, same gradients.
+    """``F.linear`` in high precision that notes its amaxes like :func:`~.ops.scaled_linear`; same values and gradients.
 
     Args:
         x: ``[..., in_features]``.

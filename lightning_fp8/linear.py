@@ -102,7 +102,7 @@ class Float8State:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in FP8; made from an ``nn.Linear`` in place by :func:`~.convert.convert_model`.
+    """A linear layer that multiplies in FP8; made from an ``nn.Linear`` in place by :func:`~.model.convert_model`.
 
     Parameters, state_dict, hooks, ``isinstance(layer, nn.Linear)`` and the dtypes of input and output are those of the
     ``nn.Linear`` it was.

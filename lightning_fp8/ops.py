@@ -1,4 +1,4 @@
-"""The custom operators and the autograd of a scaled linear layer: the only place with either.
+"""The casts and products of a scaled linear layer as custom operators, and its autograd.
 
 Eager code calls the kernels directly, for an operator's dispatch costs as much as a small kernel. A compiler sees
 Triton kernels and torch's own product where it can use them, and the operators ``lightning_fp8::cast`` and

@@ -53,6 +53,10 @@ class AmaxMonitor(LayerCallback):
             ``None``: no pictures.
         history: readings kept in memory and in the checkpoint for the heat map, thinned as the run grows.
 
+    Attributes:
+        history: ``history.steps``, int64 ``[n]``, and ``history.values``, fp32 ``[n, layers, 3, 2]``: log2(amax) and
+            headroom, NaN where there is nothing to tell, Inf where not finite. ``None`` before the first fit.
+
     Raises:
         ValueError: a number makes no sense, or ``what_if`` without steps for statistics.
         TypeError: a setting is of another type.

@@ -70,6 +70,7 @@ class FP8HealthMonitor(LayerCallback):
 
     Attributes:
         events: the last 1000, the oldest first.
+        counts: events of each kind, over resumes.
         verdict: bool ``[]`` on the device, the same on all ranks: the step that is about to be taken has an event whose
             action is ``recover``. It is there when callbacks after this one see ``on_before_optimizer_step``.
 

@@ -72,6 +72,10 @@ class SkipBatchRecovery(Callback):
         skip_batches: (epoch, batch index) pairs to leave out, or the path of an event log: those rejected there.
         log: path of the event log; ``"auto"``: ``recovery.jsonl`` in the Trainer's log directory; None: none.
 
+    Attributes:
+        events: what was seen and done: ``events.recent`` holds the last 1000 as dicts, ``events.counts`` how many there
+            were of each kind, ``events.path`` the log of the running fit, or None.
+
     Raises:
         TypeError: where a setting is of the wrong type.
         ValueError: where one makes no sense, or settings contradict each other.

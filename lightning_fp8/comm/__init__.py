@@ -1,4 +1,8 @@
-"""FP8 on the wire: a block codec, collectives on it, and what installs them. Knows tensors and process groups only."""
+"""FP8 on the wire: a block codec, collectives on it, and what installs them.
+
+Codec, collectives and DDP know tensors and process groups only, FSDP and tensor parallelism FP8 layers too; none of
+them knows Lightning.
+"""
 
 from lightning_fp8.comm.codec import BlockCodec, MessageError
 from lightning_fp8.comm.collectives import FP8Collectives
