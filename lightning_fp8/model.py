@@ -241,14 +241,13 @@ def use_saved_layers(model: nn.Module, saved: Sequence[Mapping[str, Any]]) -> No
         model: a model that was converted, or that holds such modules.
         saved: ``state_dict()`` of each of its conversions; another number of states changes nothing.
     """
-    modules = [module for module in model.modules() if _ATTRIBUTE in module.__dict__]
-    if len(modules) != len(saved):
+    found = named_conversions(model)
+    if len(found) != len(saved):
         return
-    for module, state in zip(modules, saved, strict=True):
-        conversion: Conversion = module.__dict__[_ATTRIBUTE]
+    for (name, conversion), state in zip(found, saved, strict=True):
         if conversion.layers == "auto":
             convert_model(
-                module,
+                model.get_submodule(name),
                 conversion.recipe,
                 backend=conversion.backend,
                 tokens=conversion.tokens,
@@ -270,7 +269,12 @@ def revert_model(model: nn.Module) -> nn.Module:
 
 def conversions(model: nn.Module) -> list[Conversion]:
     """The conversions of ``model`` and of modules inside it."""
-    return [module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__]
+    return [conversion for _, conversion in named_conversions(model)]
+
+
+def named_conversions(model: nn.Module) -> list[tuple[str, Conversion]]:
+    """The same, each with the qualified name of its module, which wrappers may have lengthened."""
+    return [(name, vars(m)[_ATTRIBUTE]) for name, m in model.named_modules() if _ATTRIBUTE in vars(m)]
 
 
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

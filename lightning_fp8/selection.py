@@ -161,6 +161,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
+def join_names(prefix: str, name: str) -> str:
+    """The qualified name of what ``name`` is inside ``prefix``; either may be empty."""
+    return ".".join(part for part in (prefix, name) if part)
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` of ``model``, each once, by its first qualified name (the root's is ``""``)."""
     return {clean_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -11,7 +11,14 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
-from lightning_fp8.model import Conversion, check_tokens, conversions, convert_model, use_saved_layers
+from lightning_fp8.model import (
+    Conversion,
+    check_tokens,
+    conversions,
+    convert_model,
+    named_conversions,
+    use_saved_layers,
+)
 from lightning_fp8.policy import Precision, PrecisionPolicy
 from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe, get_recipe
@@ -66,8 +73,8 @@ class FP8Settings:
             device: where it will run; by default where it is.
             saved: the states of its conversions in a checkpoint: ``"auto"`` takes their layers and chooses none anew.
         """
-        parts = conversions(module)
-        by_hand = parts and parts[0] is not module.__dict__.get("_lightning_fp8")
+        parts = named_conversions(module)
+        by_hand = parts and parts[0][0] != ""
         if not by_hand and isinstance(self.layers, LayerSelection):
             self.layers.check(module)  # Before the dtype changes: an error leaves the module as it was.
         self.policy.convert_module(module)

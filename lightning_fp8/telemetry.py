@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
-from lightning_fp8.model import Conversion
+from lightning_fp8.model import Conversion, named_conversions
 from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
-from lightning_fp8.selection import clean_name, in_compiled, linear_layers
+from lightning_fp8.selection import clean_name, in_compiled, join_names, linear_layers
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch
 
@@ -56,9 +56,9 @@ class Telemetry:
         self.conversions: list[Conversion] = []
         self.names: list[str] = []
         self.recipes: list[Recipe | None] = []
-        for prefix, conversion in _named_conversions(model):
+        for prefix, conversion in named_conversions(model):
             self.conversions.append(conversion)
-            self.names += [_join(prefix, name) for name in conversion.runtime.table.names]
+            self.names += [join_names(clean_name(prefix), name) for name in conversion.runtime.table.names]
             self.recipes += [conversion.recipe] * len(conversion.runtime.table.names)
         taken = set(self.names)
         rest = {name: layer for name, layer in linear_layers(model).items() if name not in taken}
@@ -295,16 +295,3 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._host
-
-
-def _named_conversions(model: nn.Module) -> list[tuple[str, Conversion]]:
-    return [
-        (clean_name(name), value)
-        for name, module in model.named_modules()
-        for value in vars(module).values()
-        if isinstance(value, Conversion)
-    ]
-
-
-def _join(prefix: str, name: str) -> str:
-    return ".".join(part for part in (prefix, name) if part)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.model import Conversion, conversions
+from lightning_fp8.model import Conversion, named_conversions
 from lightning_fp8.recipes import ROLES
+from lightning_fp8.selection import join_names
 from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN, on_cpu
 from lightning_fp8.telemetry import Telemetry
 
@@ -25,17 +26,13 @@ class FP8Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._conversions = model, conversions(model)
-        prefixes: dict[int, str] = {}
-        # From the inside out, the first module that holds a conversion is its own.
-        for prefix, module in reversed(list(model.named_modules())):
-            for conversion in conversions(module):
-                prefixes.setdefault(id(conversion), prefix)
+        self._model = model
+        self._conversions: list[Conversion] = []
         self._rows: dict[str, tuple[Conversion, str]] = {}
-        for conversion in self._conversions:
+        for prefix, conversion in named_conversions(model):
+            self._conversions.append(conversion)
             for name in conversion.runtime.table.names:
-                full = ".".join(part for part in (prefixes[id(conversion)], name) if part)
-                self._rows[full] = (conversion, name)
+                self._rows[join_names(prefix, name)] = (conversion, name)
         self.names = list(self._rows)
         self._switched_off: set[str] = set()
 
