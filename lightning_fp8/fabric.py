@@ -28,6 +28,7 @@ class FP8Precision(LightningPrecision):
 
     Raises:
         ValueError: a setting is unknown or out of range, or the recipe cannot run here.
+        TypeError: one is of another type.
     """
 
     def __init__(

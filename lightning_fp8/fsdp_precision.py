@@ -40,6 +40,7 @@ class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):  # type: ignore[misc]
 
     Raises:
         ValueError: a setting is unknown or out of range, or cannot be had under FSDP1.
+        TypeError: one is of another type.
     """
 
     _elsewhere = "only FSDPStrategy runs with it; elsewhere use lightning_fp8.FP8Precision"

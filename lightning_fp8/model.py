@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, Choice, Runtime, resolve_backend
-from lightning_fp8.checks import check_flag
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
@@ -193,14 +193,14 @@ def convert_model(
         ``model`` itself.
 
     Raises:
-        TypeError: ``autocast_only`` or ``compiled`` is no bool.
+        TypeError: ``tokens`` is no whole number, or ``autocast_only`` or ``compiled`` no bool.
         ValueError: an unknown name or setting, a recipe that the backend cannot run on the device, a pattern that
             matches nothing, or weights that are already sharded. Nothing is changed then.
     """
-    check_tokens(tokens)
+    check_layers(layers, tokens)
     check_flag(autocast_only=autocast_only)
     check_flag(none=True, compiled=compiled)
-    recipe, selection = get_recipe(recipe), _checked_selection(layers)
+    recipe, selection = get_recipe(recipe), layers if isinstance(layers, LayerSelection) else LayerSelection()
     where = torch.device(device) if device is not None else _device_of(model)
     choice = resolve_backend(backend, recipe, where)
     existing = conversions(model)
@@ -295,22 +295,16 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         conversion.step(group)
 
 
-def check_tokens(tokens: int | None) -> None:
-    """Look at the hint for ``layers="auto"``.
+def check_layers(layers: LayerSelection | str, tokens: int | None) -> None:
+    """Look at what chooses the layers.
 
     Raises:
-        ValueError: it is no positive integer.
+        TypeError: ``tokens`` is no whole number.
+        ValueError: it is not positive, or ``layers`` is neither ``"auto"`` nor a selection.
     """
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ValueError(f"tokens must be a positive integer or None, got {tokens!r}.")
-
-
-def _checked_selection(layers: LayerSelection | str) -> LayerSelection:
-    if isinstance(layers, LayerSelection):
-        return layers
-    if layers != "auto":
+    if not isinstance(layers, LayerSelection) and layers != "auto":
         raise ValueError(f"layers must be 'auto' or a LayerSelection, got {layers!r}.")
-    return LayerSelection()
+    check_number(whole=True, none=True, least=1, tokens=tokens)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -314,6 +314,7 @@ class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]
 
     Raises:
         ValueError: a setting is unknown or out of range, or the recipe cannot run here.
+        TypeError: one is of another type.
     """
 
 

@@ -64,12 +64,14 @@ class LayerSelection:
         head: bool = False,
     ) -> None:
         check_number(
-            whole=True, keep_first_blocks=keep_first_blocks, keep_last_blocks=keep_last_blocks, min_size=min_size
+            whole=True,
+            least=0,
+            keep_first_blocks=keep_first_blocks,
+            keep_last_blocks=keep_last_blocks,
+            min_size=min_size,
         )
         check_flag(head=head)
         check_function("a layer and its name", filter=filter)
-        if (least := min(keep_first_blocks, keep_last_blocks, min_size)) < 0:
-            raise ValueError(f"keep_first_blocks, keep_last_blocks and min_size must not be negative, got {least}.")
         self.include = as_patterns("include", include)
         self.exclude = as_patterns("exclude", exclude)
         self.filter = filter

@@ -13,7 +13,7 @@ from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
 from lightning_fp8.model import (
     Conversion,
-    check_tokens,
+    check_layers,
     conversions,
     convert_model,
     named_conversions,
@@ -38,6 +38,7 @@ class FP8Settings:
 
     Raises:
         ValueError: a setting is unknown or out of range.
+        TypeError: one is of another type.
     """
 
     def __init__(
@@ -55,9 +56,7 @@ class FP8Settings:
         if loss_scale is None and precision == "16-mixed":
             loss_scale = "dynamic"
         self.loss_scaler = LossScaler(loss_scale) if loss_scale is not None else None
-        if not isinstance(layers, LayerSelection) and layers != "auto":
-            raise ValueError(f"layers must be 'auto' or a LayerSelection, got {layers!r}.")
-        check_tokens(tokens)
+        check_layers(layers, tokens)
         self.layers = layers
         self.tokens = tokens
         # Whatever runs nowhere is refused here, not at the first step; a device is only known later.

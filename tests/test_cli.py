@@ -163,7 +163,7 @@ def test_a_mistake_gives_one_line(argument: str, config: str, capsys: pytest.Cap
     [
         (
             "lightning_fp8.SkipBatchRecovery, init_args: {skips: -1}",
-            "skips is -1: give a number of times, 0 for never.",
+            "skips must be at least 0, got -1.",
         ),
         (
             "lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_top_k: -3}",

@@ -80,6 +80,7 @@ class AmaxMonitor(LayerCallback):
         check_number(
             whole=True,
             none=True,
+            least=1,
             every_n_steps=every_n_steps,
             statistics_every_n_steps=statistics_every_n_steps,
             sample_rows=sample_rows,
@@ -87,18 +88,12 @@ class AmaxMonitor(LayerCallback):
             picture_every=picture_every,
         )
         check_number(whole=True, least=0, start_step=start_step)
-        check_number(whole=True, history=history)
+        check_number(whole=True, least=2, history=history)
         check_flag(per_layer=per_layer)
-        if sample_rows is not None and sample_rows < 1:
-            raise ValueError(f"sample_rows is {sample_rows}: give at least 1, or None for all rows.")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps is {every_n_steps}: give at least 1, or None for log_every_n_steps.")
-        if statistics_every_n_steps is not None and (
-            statistics_every_n_steps < 1 or statistics_every_n_steps % (every_n_steps or 1)
-        ):
+        if statistics_every_n_steps is not None and statistics_every_n_steps % (every_n_steps or 1):
             raise ValueError(
                 f"statistics_every_n_steps is {statistics_every_n_steps}: give a multiple of every_n_steps "
-                f"({every_n_steps or 1}), or None for no extra statistics."
+                f"({every_n_steps}), or None for no extra statistics."
             )
         if end_step is not None and end_step <= start_step:
             raise ValueError(
@@ -107,10 +102,6 @@ class AmaxMonitor(LayerCallback):
         recipes = _recipes(what_if)
         if recipes and statistics_every_n_steps is None:
             raise ValueError("what_if needs steps in which to look: set statistics_every_n_steps.")
-        if picture_every is not None and picture_every < 1:
-            raise ValueError(f"picture_every is {picture_every}: give at least 1, or None for no pictures.")
-        if history < 2:
-            raise ValueError(f"history is {history}: keep at least 2 readings.")
         self.every_n_steps = every_n_steps
         self.layers = as_patterns("layers", layers) if layers is not None else None
         self.statistics_every_n_steps = statistics_every_n_steps

@@ -71,11 +71,9 @@ class FP8Communication(Callback):
                 raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
         if grad == param == "bf16":
             raise ValueError("With grad='bf16' and param='bf16' nothing goes in FP8: leave FP8Communication out.")
-        check_number(whole=True, none=True, min_numel=min_numel)
+        check_number(whole=True, none=True, least=0, min_numel=min_numel)
         check_number(whole=True, block=block)
         check_flag(stochastic=stochastic, error_feedback=error_feedback)
-        if min_numel is not None and min_numel < 0:
-            raise ValueError(f"min_numel must not be negative, got {min_numel}.")
         if error_feedback and grad != "fp8":
             raise ValueError("error_feedback is about gradients in FP8: set grad='fp8'.")
         self.grad = grad

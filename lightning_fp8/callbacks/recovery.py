@@ -105,7 +105,7 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         self.thresholds = Thresholds(spike, window, warmup, floor, amax_jump)
         self.ladder = Ladder(LadderSettings(skips, fallbacks, fallback_steps, fallback_backoff, rewinds, relearn, calm))
-        check_number(whole=True, none=True, snapshot_every=snapshot_every)
+        check_number(whole=True, none=True, least=1, snapshot_every=snapshot_every)
         check_flag(retry=retry)
         check_flag(none=True, hold_schedule=hold_schedule)
         check_path(log=log)
@@ -115,8 +115,6 @@ class SkipBatchRecovery(Callback):
             raise ValueError("hold_schedule needs the verdict on the host before the step: choose mode='exact'.")
         if mode == "fast" and retry:
             raise ValueError("retry needs the verdict on the host before the step: choose mode='exact'.")
-        if snapshot_every is not None and snapshot_every < 1:
-            raise ValueError(f"snapshot_every is {snapshot_every}: give a number of steps, or None for no snapshots.")
         if rewinds and snapshot_every is None:
             raise ValueError("There is no rewind without snapshots: set snapshot_every, or rewinds=0.")
         # What only exact mode can do makes 'auto' exact.

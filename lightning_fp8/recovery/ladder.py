@@ -45,16 +45,10 @@ class LadderSettings:
     calm: int = 100
 
     def __post_init__(self) -> None:
-        counts = ("skips", "fallbacks", "fallback_steps", "rewinds", "calm")
-        check_number(whole=True, **{name: getattr(self, name) for name in counts})
+        check_number(whole=True, least=0, skips=self.skips, fallbacks=self.fallbacks, rewinds=self.rewinds)
+        check_number(whole=True, least=1, fallback_steps=self.fallback_steps, calm=self.calm)
         check_number(fallback_backoff=self.fallback_backoff)
         check_flag(relearn=self.relearn)
-        for name in ("skips", "fallbacks", "rewinds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number of times, 0 for never.")
-        for name in ("fallback_steps", "calm"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least one step.")
         if not 1 <= self.fallback_backoff < math.inf:
             raise ValueError(f"fallback_backoff is {self.fallback_backoff}: give at least 1, to wait longer each time.")
 

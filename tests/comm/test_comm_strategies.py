@@ -43,7 +43,7 @@ def test_settings_are_checked() -> None:
         ({"grad": "int8"}, "grad must be"),
         ({"param": "e4m3"}, "param must be"),
         ({"grad": "bf16", "param": "bf16"}, "nothing goes in FP8"),
-        ({"min_numel": -1}, "negative"),
+        ({"min_numel": -1}, "min_numel must be at least 0"),
         ({"block": 100}, "power of two"),
         ({"format": "e3m4"}, "e3m4"),
         ({"grad": "bf16", "error_feedback": True}, "error_feedback"),

@@ -139,7 +139,7 @@ def test_minimum_size() -> None:
 
 @pytest.mark.parametrize("key", ["keep_first_blocks", "keep_last_blocks", "min_size"])
 def test_negative_numbers_are_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match=f"{key} must be at least 0"):
         LayerSelection(**{key: -1})
 
 
