@@ -134,14 +134,7 @@ class LayerSelection:
         Raises:
             ValueError: a pattern matches no linear layer.
         """
-        layers = linear_layers(model)
-        for pattern in (*self.include, *self.exclude):
-            if not any(_matches(name, (pattern,)) for name in layers):
-                examples = ", ".join(list(layers)[:3]) or "none at all"
-                raise ValueError(
-                    f"The layer pattern {pattern!r} matches no linear layer. Patterns are shell patterns on qualified "
-                    f"names, such as: {examples}."
-                )
+        matching(linear_layers(model), (*self.include, *self.exclude))
 
     def _high_blocks(self, model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, str]:
         """Name prefixes of the blocks kept in high precision, each with the reason."""
@@ -156,6 +149,22 @@ class LayerSelection:
         first = dict.fromkeys(blocks[: self.keep_first_blocks], "first blocks stay in high precision")
         last = blocks[max(0, len(blocks) - self.keep_last_blocks) :]
         return first | dict.fromkeys(last, "last blocks stay in high precision")
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Those of the linear layers ``names`` that match one of the shell patterns.
+
+    Raises:
+        ValueError: a pattern matches none of them.
+    """
+    names, patterns = list(names), list(patterns)
+    for pattern in patterns:
+        if not any(_matches(name, (pattern,)) for name in names):
+            raise ValueError(
+                f"The layer pattern {pattern!r} matches no linear layer. Patterns are shell patterns on qualified "
+                f"names, such as: {', '.join(names[:3]) or 'none at all'}."
+            )
+    return [name for name in names if _matches(name, patterns)]
 
 
 def clean_name(name: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.checks import as_patterns
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.model import Conversion, named_conversions
 from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
-from lightning_fp8.selection import clean_name, in_compiled, join_names, linear_layers
+from lightning_fp8.selection import clean_name, in_compiled, join_names, linear_layers, matching
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch
 
@@ -168,14 +168,8 @@ class Telemetry:
         """
         if patterns is None:
             return list(range(len(self.names)))
-        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in self.names):
-                raise ValueError(
-                    f"The layer pattern {pattern!r} matches no linear layer. Patterns are shell patterns on qualified "
-                    f"names, such as: {', '.join(self.names[:3]) or 'none at all'}."
-                )
-        return [row for row, name in enumerate(self.names) if any(fnmatchcase(name, p) for p in patterns)]
+        chosen = set(matching(self.names, as_patterns("layers", patterns)))
+        return [row for row, name in enumerate(self.names) if name in chosen]
 
 
 def main_cast(recipe: Recipe | None, role: Role) -> Cast | None:
