@@ -32,7 +32,7 @@ from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
-from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard
+from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import Thresholds
@@ -109,8 +109,7 @@ class SkipBatchRecovery(Callback):
         check_flag(retry=retry)
         check_flag(none=True, hold_schedule=hold_schedule)
         check_path(log=log)
-        if mode not in ("auto", "fast", "exact"):
-            raise ValueError(f"mode is {mode!r}: choose 'auto', 'fast' or 'exact'.")
+        check_mode(mode)
         if mode == "fast" and hold_schedule:
             raise ValueError("hold_schedule needs the verdict on the host before the step: choose mode='exact'.")
         if mode == "fast" and retry:

@@ -23,7 +23,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -387,10 +387,19 @@ def _with_momentum(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"]]
 
 
+def check_mode(mode: str) -> None:
+    """Look whether there is such a mode.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}: choose among {', '.join(map(repr, get_args(Mode)))}.")
+
+
 def _choose_mode(mode: Mode, optimizers: Sequence[Optimizer], loss_scaled: bool) -> bool:
     """Whether the verdict can stay on the device."""
-    if mode not in ("auto", "fast", "exact"):
-        raise ValueError(f"mode is {mode!r}: choose 'auto', 'fast' or 'exact'.")
+    check_mode(mode)
     slow = [type(o).__name__ for o in optimizers if not all(g.get("fused") for g in o.param_groups)]
     if mode == "fast" and slow:
         raise ValueError(f"mode='fast' needs fused optimizers: pass fused=True to {', '.join(slow)}, or choose 'auto'.")
