@@ -19,6 +19,7 @@ from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.statistics import on_cpu
+from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
 
 log = logging.getLogger(__name__)
@@ -148,14 +149,12 @@ class Conversion:
         for d in self.decisions:
             back = "switched to high precision for a while; " if d.converted and d.name not in in_fp8 else ""
             rows.append((d.name or "(root)", "FP8" if d.name in in_fp8 else "high precision", back + d.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [f"{name:<{widths[0]}}  {where:<{widths[1]}}  {why}" for name, where, why in rows]
         head = (
             f"FP8: {len(in_fp8)} of {len(self.decisions)} linear layers, {self.recipe!r}, "
             f"{self.backend.name} backend ({self.backend_reason}), {self.support.kind} ({self.support.reason})"
         )
         origin = [f"Layers: {self.origin}"] if self.origin else []
-        return "\n".join([head, *origin, *lines])
+        return "\n".join([head, *origin, *text_table(rows)])
 
 
 def convert_model(

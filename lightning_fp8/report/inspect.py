@@ -19,6 +19,7 @@ from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX
 from lightning_fp8.telemetry import main_cast, readout
+from lightning_fp8.text_table import text_table
 
 #: Where FP8 state lies in a checkpoint of the Trainer's.
 _KEY = "lightning_fp8"
@@ -83,12 +84,7 @@ class Inspection:
                 (r.layer, r.role, _number(r.amax), _number(r.scale), _number(r.headroom), "; ".join(r.risks))
                 for r in rows
             ]
-            widths = [max(len(row[column]) for row in cells) for column in range(5)]
-            lines.append("")
-            for row in cells:
-                left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
-                right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:5], widths[2:], strict=True))
-                lines.append(f"{left}  {right}  {row[5]}".rstrip())
+            lines += ["", *text_table(cells, right=(2, 3, 4))]
             if len(rows) < len(self.rows):
                 lines.append(f"... and {len(self.rows) - len(rows)} more: --all shows them")
         if self.events:

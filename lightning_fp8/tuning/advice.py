@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
+from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Source, keep_faster
 from lightning_fp8.tuning.peaks import Peak
 from lightning_fp8.tuning.table import step_milliseconds
@@ -104,15 +105,13 @@ class Advice:
             sizes = f"{la.in_features} -> {la.out_features}"
             where = "FP8" if la.fp8 else "bf16"
             rows.append((la.name or "(root)", sizes, str(la.tokens), f"{la.bf16_ms:.3f}", fp8, where, la.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[6]]) for row in rows]
         gains = sum(la.fp8 for la in self.layers)
         rest = "".join(f", {kind} {ms:.2f}" for kind, ms in self.rest_ms.items())
         linear = sum(la.bf16_ms for la in self.layers)
         return "\n".join(
             [
                 f"{self.recipe} on {self.gpu}: {gains} of {len(self.layers)} linear layers gain, by {self.origin}.",
-                *lines,
+                *text_table(rows),
                 f"A bf16 step, estimated: {self.bf16_ms:.2f} ms (linear layers {linear:.2f}{rest}).",
                 f"With FP8: {self.fp8_ms:.2f} ms, x{self.speedup:.2f}.",
                 *self.notes,

@@ -12,6 +12,7 @@ import torch
 import lightning_fp8
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.support_table import support_here
+from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.peaks import peak_of
 from lightning_fp8.tuning.table import shipped_tables
 
@@ -63,9 +64,7 @@ def describe(found: dict[str, Any]) -> str:
     lines += [f"Measured times shipped for: {tables}", ""]
     rows = [("backend", "recipe", "here", "why")]
     rows += [(row["backend"], row["recipe"], row["kind"], row["reason"]) for row in found["support"]]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-    return "\n".join(lines)
+    return "\n".join([*lines, *text_table(rows)])
 
 
 def _gpu(index: int) -> dict[str, Any]:
