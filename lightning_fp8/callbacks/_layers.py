@@ -24,12 +24,10 @@ class When:
     Attributes:
         step: number of optimizer steps completed before it (``trainer.global_step``).
         log_step: the step under which loggers file it.
-        epoch: of the reading.
     """
 
     step: int
     log_step: int
-    epoch: int
 
 
 class LayerCallback(Callback):
@@ -135,8 +133,7 @@ class LayerCallback(Callback):
             return  # Gradients accumulate.
         window, self._window = self._window, None
         self._copy.start(self._message(trainer, window, outputs))
-        log_step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._pending = When(self._started or 0, log_step, trainer.current_epoch)
+        self._pending = When(self._started or 0, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._arrive(trainer)

@@ -111,7 +111,6 @@ class AmaxMonitor(LayerCallback):
         self.per_layer, self.picture_every = per_layer, picture_every
         self.history_capacity = history
         self.history: ThinnedHistory | None = None
-        self.last: dict[str, float] = {}
         self._names: list[str] = []
         self._rows: list[int] = []
         self._statistics: OperandStatistics | None = None
@@ -186,7 +185,6 @@ class AmaxMonitor(LayerCallback):
             scalars |= _scalars(self._names, readout)
             if message.numel() > size and self._statistics is not None:
                 scalars |= self._statistics.scalars(message[size:])
-        self.last = scalars
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=when.log_step)
         self._undrawn = (readout, when.log_step)

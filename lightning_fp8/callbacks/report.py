@@ -73,7 +73,6 @@ class FP8Report(LayerCallback):
         self.title = title
         self._default_path: Path | None = None
         self._names: list[str] = []
-        self._recipe_of: list[Any] = []
         self._layers: ThinnedHistory | None = None
         self._curves = ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), history))
         self._last: Readout | None = None

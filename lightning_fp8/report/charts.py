@@ -20,7 +20,7 @@ def curve(name: str, unit: str, steps: Tensor, values: Tensor, marks: Sequence[i
         unit: of the values; may be empty.
         steps: int64 ``[n]``, at least one.
         values: fp32 ``[n]``.
-        marks: steps at which something went wrong.
+        marks: steps at which something happened.
     """
     xs, ys = steps.tolist(), values.tolist()
     finite = [y for y in ys if math.isfinite(y)]

@@ -13,6 +13,9 @@ MISSING = (255, 255, 255)
 #: NaN and Inf, and what was clamped.
 ALARM = (214, 39, 40)
 
+#: Rows of a heat map are drawn several pixels high, at most so many, up to this height of the whole.
+_MAX_ZOOM, _MAX_HEIGHT = 8, 512
+
 
 def colorize(values: Tensor, low: float, high: float) -> Tensor:
     """Colours of values between ``low`` and ``high``, uint8 ``[..., 3]``; Inf is an alarm, NaN is missing.
@@ -32,17 +35,16 @@ def colorize(values: Tensor, low: float, high: float) -> Tensor:
     return colors.round().to(torch.uint8)
 
 
-def heat_map(values: Tensor, low: float, high: float, max_height: int = 512) -> Tensor:
+def heat_map(values: Tensor, low: float, high: float) -> Tensor:
     """A picture of values over steps, uint8 ``[height, width, 3]``.
 
     Args:
         values: fp32 ``[steps, rows]``; the first row is on top.
         low: as in :func:`colorize`.
         high: as in :func:`colorize`.
-        max_height: rows are drawn several pixels high up to this height.
     """
-    zoom = max(1, max_height // max(values.shape[1], 1))
-    return colorize(values.t(), low, high).repeat_interleave(min(zoom, 8), 0).repeat_interleave(min(zoom, 8), 1)
+    zoom = min(max(_MAX_HEIGHT // max(values.shape[1], 1), 1), _MAX_ZOOM)
+    return colorize(values.t(), low, high).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
 
 
 def color_range(finite: Tensor, headroom: bool) -> tuple[float, float]:

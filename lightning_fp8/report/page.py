@@ -36,12 +36,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: when, what kind, and in words; ``bad`` where it is a trouble."""
+    """Something that happened: when, what kind, and in words."""
 
     step: int
     kind: str
     text: str
-    bad: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class Page:
         )
 
     def _curves(self) -> str:
-        marks = [event.step for event in self.events if event.bad]
+        marks = [event.step for event in self.events]
         charts = [curve(s.name, s.unit, s.steps, s.values, marks) for s in self.series if len(s.steps)]
         return f'<div class="charts">{"".join(charts)}</div>' if charts else _remark("Nothing was measured.")
 

@@ -252,6 +252,8 @@ def _time(step: Callable[[], torch.Tensor], count: int, device: torch.device) ->
 
 #: Kernels that a measurement names.
 _LONGEST = 40
+#: Steps that are profiled.
+_PROFILED_STEPS = 3
 
 #: Kinds of kernels by parts of their names, the first that fits. Casts begin so; the compiler's own names begin with
 #: "triton" and may hold any word.
@@ -276,13 +278,14 @@ def _by_kind(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 
-def _kernels_of(step: Callable[[], torch.Tensor], count: int = 3) -> list[tuple[str, float, float]]:
-    """The kernels of a step, a mean of ``count``: name, calls and milliseconds, the longest first."""
+def _kernels_of(step: Callable[[], torch.Tensor]) -> list[tuple[str, float, float]]:
+    """The kernels of a step, a mean of several: name, calls and milliseconds, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(count):
+        for _ in range(_PROFILED_STEPS):
             step()
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [(event.key, event.count / count, event.self_device_time_total / 1e3 / count) for event in events]
+    steps = _PROFILED_STEPS
+    return [(event.key, event.count / steps, event.self_device_time_total / 1e3 / steps) for event in events]

@@ -17,6 +17,8 @@ from lightning_fp8.recipes import Recipe
 
 #: Layers of a block that are compiled together, more or less.
 _COMPILED_TOGETHER = 8
+#: Timed rounds, of ten each, of which the median counts.
+_ROUNDS = 20
 
 
 def measure_layer(
@@ -42,9 +44,7 @@ def measure_layer(
         return float(do_bench(graph.replay, warmup=4, rep=16, return_mode="median"))
 
 
-def measure_host(
-    recipe: Recipe | None, backend: Backend | str = "native", compiled: bool = False, rounds: int = 20
-) -> float:
+def measure_host(recipe: Recipe | None, backend: Backend | str = "native", compiled: bool = False) -> float:
     """Milliseconds that the host needs to issue forward and backward of one layer, whatever its size.
 
     Args:
@@ -52,12 +52,11 @@ def measure_host(
         backend: what multiplies.
         compiled: whether it is one of several that are compiled together, as in a block of a model, or runs in eager
             mode.
-        rounds: timed rounds of ten; the median counts.
     """
     count = _COMPILED_TOGETHER if compiled else 1
     with _layers(count, 256, 256, 256, recipe, backend, compiled) as run:
         times = []
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(10):
