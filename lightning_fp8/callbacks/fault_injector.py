@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_fp8.checks import check_number, keep_as_floats
-from lightning_fp8.recipes import ROLES
 from lightning_fp8.recovery import faults
 from lightning_fp8.recovery.faults import Fault, InjectedFault
 from lightning_fp8.recovery.layers import FP8Layers
@@ -45,7 +43,7 @@ class FaultInjector(Callback):
         """
         self._planted = -1
         for fault in self.faults:
-            if fault.rank is not None and not 0 <= fault.rank < trainer.world_size:
+            if fault.rank is not None and fault.rank >= trainer.world_size:
                 raise ValueError(f"{fault}: there are {trainer.world_size} ranks, counted from 0.")
             if fault.layer is not None:
                 _module(pl_module, fault.layer)
@@ -105,24 +103,17 @@ class FaultInjector(Callback):
 
 
 def _fault(given: Fault | Mapping[str, Any]) -> Fault:
-    """A fault from its fields, or itself, looked at."""
-    if not isinstance(given, (Fault, Mapping)):
+    """A fault from its fields, or itself."""
+    if isinstance(given, Fault):
+        return given
+    if not isinstance(given, Mapping):
         raise TypeError(f"A fault is a Fault or a mapping with its fields, got {given!r}.")
-    values = dict(given) if isinstance(given, Mapping) else asdict(given)
     known = {field.name: field for field in fields(Fault)}
-    if unknown := sorted(map(str, set(values) - set(known))):
+    if unknown := sorted(map(str, set(given) - set(known))):
         raise ValueError(f"A fault has no field {', '.join(unknown)}: choose among {', '.join(known)}.")
-    if missing := [name for name, field in known.items() if field.default is MISSING and name not in values]:
-        raise ValueError(f"The fault {values} lacks {' and '.join(missing)}.")
-    check_number(whole=True, step=values["step"])
-    check_number(whole=True, none=True, rank=values.get("rank"), bit=values.get("bit"))
-    check_number(value=values.get("value", 0.0))
-    check_number(none=True, factor=values.get("factor"))
-    if values.get("role") not in (None, *ROLES):
-        raise ValueError(f"There is no role {values['role']!r}: choose among {', '.join(ROLES)}, or None for all.")
-    fault = Fault(**values)
-    keep_as_floats(fault, "value", "factor")
-    return fault
+    if missing := [name for name, field in known.items() if field.default is MISSING and name not in given]:
+        raise ValueError(f"The fault {dict(given)} lacks {' and '.join(missing)}.")
+    return Fault(**given)
 
 
 def _module(root: nn.Module, name: str) -> nn.Module:

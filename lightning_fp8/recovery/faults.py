@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
+from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.ranks import local_values
+from lightning_fp8.recipes import ROLES, Role
 
 Kind = Literal["batch", "activation", "gradient", "weight", "loss", "amax", "bit_flip", "exception", "kill"]
 KINDS: tuple[Kind, ...] = (
@@ -45,7 +47,8 @@ class Fault:
         role: for ``amax``; None: all roles.
 
     Raises:
-        ValueError: where a setting makes no sense.
+        TypeError: where a setting is of the wrong type.
+        ValueError: where one makes no sense.
     """
 
     kind: Kind
@@ -55,17 +58,20 @@ class Fault:
     value: float = float("nan")
     factor: float | None = None
     bit: int | None = None
-    role: Literal["input", "weight", "grad_output"] | None = None
+    role: Role | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"There is no fault {self.kind!r}: choose from {', '.join(KINDS)}.")
-        if self.step < 0:
-            raise ValueError(f"step is {self.step}: the first step is 0.")
+        check_number(whole=True, least=0, step=self.step)
+        check_number(whole=True, none=True, least=0, rank=self.rank, bit=self.bit)
+        check_number(value=self.value)
+        check_number(none=True, factor=self.factor)
+        keep_as_floats(self, "value", "factor")
         if self.kind in IN_A_LAYER and self.layer is None:
             raise ValueError(f"The fault {self.kind!r} sits in a layer: name it with layer=.")
-        if self.bit is not None and self.bit < 0:
-            raise ValueError(f"bit is {self.bit}: count from 0, the least significant.")
+        if self.role not in (None, *ROLES):
+            raise ValueError(f"There is no role {self.role!r}: choose among {', '.join(ROLES)}, or None for all.")
 
     @property
     def multiplier(self) -> float:

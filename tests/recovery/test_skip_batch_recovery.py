@@ -850,15 +850,28 @@ def test_the_injector_refuses_what_it_cannot_plant(tmp_path):
         (["batch"], "a mapping with its fields, got 'batch'"),
         ({"kind": "batch", "step": 1}, "a list of faults"),
         ([{"kind": "batch", "step": "1"}], r"step must be a whole number \(int\), got '1'"),
-        ([Fault("loss", 1, factor="10")], "factor must be a number"),
-        ([Fault("loss", 1.0)], "step must be a whole number"),
-        ([Fault("batch", 1, value=None)], "value must be a number, got None"),
-        ([Fault("amax", 1, "net.0", role="inputs")], "no role 'inputs': choose among input"),
     ],
 )
 def test_the_injector_names_wrong_fields(faults, words):
     with pytest.raises((ValueError, TypeError), match=words):
         FaultInjector(faults)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "loss", "step": 1, "factor": "10"}, "factor must be a number"),
+        ({"kind": "loss", "step": 1.0}, "step must be a whole number"),
+        ({"kind": "loss", "step": -1}, "step must be at least 0"),
+        ({"kind": "batch", "step": 1, "value": None}, "value must be a number, got None"),
+        ({"kind": "batch", "step": 1, "rank": "0"}, "rank must be a whole number"),
+        ({"kind": "bit_flip", "step": 1, "layer": "net.0", "bit": -1}, "bit must be at least 0"),
+        ({"kind": "amax", "step": 1, "layer": "net.0", "role": "inputs"}, "no role 'inputs': choose among input"),
+    ],
+)
+def test_a_fault_names_its_own_wrong_fields(fields, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Fault(**fields)
 
 
 def test_validation_in_between_and_a_second_fit(tmp_path):
