@@ -20,6 +20,9 @@ __all__ = ["Fault", "FaultInjector", "InjectedFault"]
 class FaultInjector(Callback):
     """Plants each fault at its step, the same in every run.
 
+    In manual optimization a batch may take several steps: what is planted as a batch begins (all but ``loss`` and
+    ``amax``) then waits for the next batch, where none begins at its step.
+
     Args:
         faults: :class:`Fault` s, or mappings with their fields.
 
@@ -34,6 +37,7 @@ class FaultInjector(Callback):
         self.faults = [_fault(fault) for fault in faults]
         self._hooks: list[Any] = []
         self._planted = -1
+        self._spans: dict[str, tuple[int, int]] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what could not be planted, before the first step.
@@ -41,7 +45,7 @@ class FaultInjector(Callback):
         Raises:
             ValueError: a layer or a rank that does not exist.
         """
-        self._planted = -1
+        self._planted, self._spans = -1, {}
         for fault in self.faults:
             if fault.rank is not None and fault.rank >= trainer.world_size:
                 raise ValueError(f"{fault}: there are {trainer.world_size} ranks, counted from 0.")
@@ -56,7 +60,7 @@ class FaultInjector(Callback):
         if step == self._planted:
             return
         self._planted = step
-        for fault in self._due(trainer):
+        for fault in self._due(trainer, "batch start"):
             module = _module(pl_module, fault.layer) if fault.layer is not None else pl_module
             if fault.kind == "batch":
                 faults.spoil_batch(batch, fault.value)
@@ -74,12 +78,12 @@ class FaultInjector(Callback):
                 faults.kill_process()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        for fault in self._due(trainer):
+        for fault in self._due(trainer, "before backward"):
             if fault.kind == "loss":
                 loss.mul_(fault.multiplier)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for fault in self._due(trainer):
+        for fault in self._due(trainer, "after backward"):
             if fault.kind == "gradient" and fault.layer is not None:
                 module = _module(pl_module, fault.layer)
                 if faults.is_sharded(module):
@@ -97,9 +101,14 @@ class FaultInjector(Callback):
             hook.remove()
         self._hooks = []
 
-    def _due(self, trainer: pl.Trainer) -> list[Fault]:
-        here = (None, trainer.global_rank)
-        return [f for f in self.faults if f.step == trainer.global_step and f.rank in here]
+    def _due(self, trainer: pl.Trainer, hook: str) -> list[Fault]:
+        """The faults of this step, and of those that have gone by since the hook was last called."""
+        now, here = trainer.global_step, (None, trainer.global_rank)
+        first, last = self._spans.get(hook, (now, now))
+        if now != last:
+            first = last + 1
+        self._spans[hook] = first, now
+        return [fault for fault in self.faults if first <= fault.step <= now and fault.rank in here]
 
 
 def _fault(given: Fault | Mapping[str, Any]) -> Fault:

@@ -265,6 +265,14 @@ def test_snapshots_where_a_batch_takes_several_steps(tmp_path):
     assert rewind["good_step"] == 31 and trainer.global_step >= 45
 
 
+def test_faults_where_a_batch_takes_several_steps(tmp_path):
+    """A batch begins at 0, 5, 7 and 9: what cannot be planted within one waits for the next."""
+    faults = [Fault("loss", 3, factor=1e9), Fault("batch", 6), Fault("batch", 7), Fault("weight", 8, "net.0")]
+    callback = recovery(skips=9, warmup=2)
+    fit(tmp_path, [FaultInjector(faults), callback], model=StepsByHand(), max_steps=11)
+    assert [event["step"] for event in rejected(callback)] == [3, 7, 8, 9, 10]
+
+
 class Manual(Net):
     """Two optimizers, stepped by hand; the second one's loss is bad when the batch says so."""
 
