@@ -7,16 +7,17 @@ lightning-fp8 fit --config examples/gpt/fp8.yaml --trainer.plugins.recipe rowwis
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_fp8.cli_errors import OneLineParser
 
 USER_ERRORS = (ValueError, TypeError, ImportError, FileNotFoundError, MisconfigurationException)
 """What a class may raise on a wrong argument; the exceptions of training itself keep their traceback."""
@@ -35,23 +36,19 @@ _SUBCOMMAND = re.compile(r'argument subcommand: invalid choice|^expected "subcom
 """How argparse and jsonargparse (seen with 4.53) answer a command that they do not know, and none at all."""
 
 
-class OneLineParser(LightningArgumentParser):
-    """A parser that tells a mistake in one line, where jsonargparse prints the usage and a tree of attempts."""
+class _Parser(OneLineParser):
+    """Names all commands where the first word is none."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Write what is wrong to stderr and exit with code 2."""
-        if not self.exit_on_error:
-            super().error(message, ex)
-        if _SUBCOMMAND.search(message):
+        if self.exit_on_error and _SUBCOMMAND.search(message):
             message = f"the first word must be one of {', '.join((*_SUBCOMMANDS, *COMMANDS))}: see --help"
-        self.exit(2, f"lightning-fp8: error: {one_line(message)}\n")
-        raise AssertionError("unreachable: exit() leaves")
+        super().error(message, ex)
 
 
 class FP8CLI(LightningCLI):
     """Any LightningModule and LightningDataModule by class path; says after a fit what ran in FP8, and how."""
 
-    parser: LightningArgumentParser
+    parser: _Parser
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         description = (
@@ -59,7 +56,7 @@ class FP8CLI(LightningCLI):
             f"{', '.join(COMMANDS)}."
         )
         super().__init__(
-            parser_class=OneLineParser,
+            parser_class=_Parser,
             parser_kwargs={"prog": "lightning-fp8", "description": description},
             args=None if args is None else list(args),
         )
@@ -80,91 +77,6 @@ class FP8CLI(LightningCLI):
         summary = getattr(self.trainer.precision_plugin, "summary", None)
         if callable(summary):
             print(summary())
-
-
-def one_line(message: str) -> str:
-    """The essence of jsonargparse's message: the dotted key, why its value is wrong, and the value.
-
-    jsonargparse (seen with 4.53) indents by depth: `Parser key "model":`, then one `- ` item for each type that the
-    value might have had, in which the key of an argument inside the class may come again.
-
-    Args:
-        message: What the parser gives to `error`, of any length.
-
-    Returns:
-        One line without its end.
-    """
-    lines = [_Line(len(text) - len(text.lstrip(" -")), text.strip(" -")) for text in message.splitlines()]
-    lines = [line for line in lines if line.text and not line.text.startswith(_STRUCTURE)]
-    keys: list[str] = []
-    while keyed := [line for line in lines if _KEY.match(line.text)]:
-        match = _KEY.match(keyed[0].text)
-        keys.append(match[1] if match else "")
-        rest = _Line(keyed[0].depth, keyed[0].text[match.end() if match else 0 :].strip())
-        lines = [rest] * bool(rest.text) + _below(lines, keyed[0])
-    where = ".".join(keys) + ": " if keys else ""
-    for line in lines:
-        if line.text.startswith("Problem with given class_path"):  # the one type that the value was meant for
-            where += line.text.split("'")[1] + ": "
-            lines = _below(lines, line)
-            break
-    return where + _reasons([line.text for line in lines])
-
-
-class _Line(NamedTuple):
-    depth: int
-    text: str
-
-
-_KEY = re.compile(r'Parser key "([^"]+)":')
-_STRUCTURE = (
-    "Does not validate against",
-    "Subtypes:",
-    "Errors:",
-    "Given value type:",
-    "Expected a <class 'NoneType'>",
-    "Expected <class 'NoneType'>",
-    "Expected a path but",  # other readings of a class path that jsonargparse tried
-    "Expected a dot import path",
-    "Subclass types expect one of:",  # and the forms in which a class may be given
-    "a class path (str)",
-    "a dict with class_path entry",
-    "a dict without class_path but",
-    "a dict with parameters accepted by",
-)
-
-
-def _below(lines: list[_Line], parent: _Line) -> list[_Line]:
-    """The lines under `parent` in the tree that the indentation makes."""
-    following = lines[lines.index(parent) + 1 :]
-    return list(itertools.takewhile(lambda line: line.depth > parent.depth, following))
-
-
-def _reasons(texts: list[str]) -> str:
-    """Each reason once, the unfitting types as one list, and a short value at the end."""
-    expected: dict[str, None] = {}
-    reasons: dict[str, None] = {}
-    value = ""
-    for text in texts:
-        if text.startswith("Given value: "):
-            nested = re.fullmatch(r"NestedArg\(key='(.+)', val='?(.*?)'?\)", text[len("Given value: ") :])
-            value = f"{nested[1]}={nested[2]}" if nested else text[len("Given value: ") :]
-        elif match := re.fullmatch(r"(?:Expected|Not a valid subclass of) (?:a )?(.+?)(?:\. Got value: (.*))?", text):
-            value = match[2] or value
-            expected[_type_name(match[1])] = None
-        else:
-            reasons[text.removesuffix(":")] = None
-    # a union offers the class to each of its types: that it is none of the others matters only if nothing else is wrong
-    own = [reason for reason in reasons if not reason.startswith("Import path")] or list(reasons)
-    problem = "; ".join(own) or f"expected {' or '.join(expected) or 'the name of an importable class'}"
-    short = value and not value.startswith(("[", "{", "Namespace"))
-    return problem + (f", got {value}" if short else "")
-
-
-def _type_name(text: str) -> str:
-    if match := re.fullmatch(r"<class '(?:.*\.)?(.+)'>|typing\.Literal\[(.+)\]", text):
-        return match[1] or match[2]
-    return text.replace("typing.", "")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -14,7 +14,8 @@ from lightning.pytorch.cli import LightningCLI
 from examples.gpt.data import TextData
 from examples.gpt.model import GPT
 from lightning_fp8 import DelayedScaling, FP8Precision, RowwiseScaling
-from lightning_fp8.cli import FP8CLI, main, one_line
+from lightning_fp8.cli import FP8CLI, main
+from lightning_fp8.cli_errors import one_line
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.checks import first_line
+from lightning_fp8.cli_errors import CommandParser
 from lightning_fp8.formats import E4M3
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
@@ -134,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where the checkpoint cannot be read.
     """
-    parser = argparse.ArgumentParser("lightning-fp8 inspect", description="Scales, headroom and layers at risk.")
+    parser = CommandParser("lightning-fp8 inspect", description="Scales, headroom and layers at risk.")
     parser.add_argument("checkpoint", help="a checkpoint file, or the directory of a distributed checkpoint")
     parser.add_argument("--all", action="store_true", help="show every operand, not just the first 40")
     parsed = parser.parse_args(args)

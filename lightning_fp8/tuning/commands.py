@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_fp8.backends import NativeBackend
-from lightning_fp8.cli import OneLineParser, one_line
+from lightning_fp8.cli_errors import CommandParser, OneLineParser, one_line
 from lightning_fp8.recipes import RECIPE_NAMES, Recipe, get_recipe
 from lightning_fp8.tuning.advice import advise as look_at
 from lightning_fp8.tuning.bench import BACKENDS, measure
@@ -25,20 +24,13 @@ from lightning_fp8.tuning.picture import draw
 from lightning_fp8.tuning.table import LayerTable, shipped_tables
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
 def doctor(args: Sequence[str] | None = None) -> int:
     """Say what this machine runs natively, emulates and refuses.
 
     Args:
         args: words after ``doctor``; ``None`` takes them from the command line.
     """
-    parser = _Parser("lightning-fp8 doctor", description="What this machine runs natively, emulates and refuses.")
+    parser = CommandParser("lightning-fp8 doctor", description="What this machine runs natively, emulates and refuses.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(args)
     found = examine()
@@ -53,7 +45,7 @@ def bench(args: Sequence[str] | None = None) -> int:
         args: words after ``bench``; ``None`` takes them from the command line.
     """
     cuda = torch.cuda.is_available()
-    parser = _Parser("lightning-fp8 bench", description="Training steps in bf16 and FP8 on this machine.")
+    parser = CommandParser("lightning-fp8 bench", description="Training steps in bf16 and FP8 on this machine.")
     parser.add_argument(
         "--shape",
         nargs="+",
@@ -120,7 +112,7 @@ def advise(args: Sequence[str] | None = None) -> int:
     Args:
         args: words after ``advise``; ``None`` takes them from the command line.
     """
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-fp8 advise",
         description="Which layers of a model gain from FP8, and the expected speed-up of a step, from measured times.",
         epilog="--model pkg.Class and --model.ARGUMENT value name the model, as in `lightning-fp8 fit`.",

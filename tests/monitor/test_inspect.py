@@ -160,6 +160,13 @@ def test_fp8_state_that_cannot_be_read(state: Any, tmp_path: Path, capsys: pytes
     assert "none that this version can read" in message and len(message.splitlines()) == 1
 
 
+def test_a_mistake_on_the_command_line_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["--every", "a.ckpt"])
+    assert error.value.code == 2
+    assert capsys.readouterr().err == "lightning-fp8 inspect: error: unrecognized arguments: --every\n"
+
+
 @pytest.mark.parametrize("content", [None, b"nonsense", {"weights": 1}, [1], {}])
 def test_what_is_no_checkpoint_is_refused_in_one_line(
     content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
