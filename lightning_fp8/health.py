@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.checks import check_number, keep_as_floats
+from lightning_fp8.host_copy import to_device
 from lightning_fp8.recipes import ROLES
-from lightning_fp8.telemetry import to_device
 
 Kind = Literal["nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift"]
 KINDS: tuple[Kind, ...] = ("nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift")

@@ -1,18 +1,19 @@
-"""The statistics of all linear layers of a model as one, FP8 or not, and their way to the host."""
+"""The statistics of all linear layers of a model as one, FP8 or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.checks import as_patterns
+from lightning_fp8.execution_order import ExecutionOrder
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.model import Conversion, named_conversions
 from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
-from lightning_fp8.selection import clean_name, in_compiled, join_names, linear_layers, matching
+from lightning_fp8.selection import clean_name, join_names, linear_layers, matching
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch
 
@@ -214,78 +215,3 @@ def history_entry(readout: Readout) -> Tensor:
     amax = torch.where(readout.amax < 0, torch.nan, torch.log2(readout.amax.clamp(min=2.0**-149)))
     in_fp8 = ~readout.scale.isnan()
     return torch.stack((torch.where(bad, torch.inf, amax), torch.where(bad & in_fp8, torch.inf, readout.headroom)), -1)
-
-
-class ExecutionOrder:
-    """Sees in which order layers run.
-
-    Compiled code cannot tell: where there is some, layers are taken to run as they were registered. A layer that runs
-    several times counts with its first; those that never ran come last.
-    """
-
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
-        self._registered = {id(module): place for place, module in enumerate(model.modules())}
-        self._layers = list(layers.values())
-        self._seen: dict[int, int] = {}
-        self._known: tuple[int, list[int]] | None = None
-        compiled = in_compiled(model)
-        self._handles = [
-            layer.register_forward_pre_hook(self._see)
-            for layer in self._layers
-            if layer not in compiled and not isinstance(layer, torch.jit.ScriptModule)
-        ]
-
-    def _see(self, layer: nn.Module, args: Any) -> None:
-        # The hooks stay on, doing next to nothing: compiled code would be compiled again where one is taken off.
-        if not torch.compiler.is_compiling() and layer.training:
-            self._seen.setdefault(id(layer), len(self._seen))
-
-    def positions(self) -> list[int]:
-        """Rank of each layer, 0 for the first; the same list as long as nothing new was seen."""
-        seen = self._seen if len(self._handles) == len(self._layers) else {}
-        if self._known is not None and self._known[0] == len(seen):
-            return self._known[1]
-        keys = [(seen.get(id(layer), len(seen)), self._registered[id(layer)]) for layer in self._layers]
-        places = [0] * len(keys)
-        for place, row in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
-            places[row] = place
-        self._known = (len(seen), places)
-        return places
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on ``device``, without waiting for the copy."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-class HostCopy:
-    """Brings one device tensor at a time to the host without waiting: copy now, look later."""
-
-    def __init__(self) -> None:
-        self._host: Tensor | None = None
-        self._done: torch.cuda.Event | None = None
-
-    def start(self, source: Tensor) -> None:
-        """Begin to copy ``source``; what :meth:`wait` returned before is overwritten."""
-        if not source.is_cuda:
-            self._host = source.detach().clone()
-            return
-        if self._host is None or self._host.shape != source.shape or self._host.dtype != source.dtype:
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._host.copy_(source.detach(), non_blocking=True)
-        if self._done is None:
-            self._done = torch.cuda.Event()
-        self._done.record()
-
-    def wait(self) -> Tensor:
-        """The copy, on the CPU. A step after :meth:`start` this waits for nothing."""
-        if self._host is None:
-            raise RuntimeError("Nothing was copied yet: call start() first.")
-        if self._done is not None:
-            self._done.synchronize()
-        return self._host

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._intervals import passes_multiple
+from lightning_fp8.host_copy import HostCopy
 from lightning_fp8.statistics import AMAX
-from lightning_fp8.telemetry import HostCopy, Telemetry
+from lightning_fp8.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
