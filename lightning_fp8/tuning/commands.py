@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,7 @@ def bench(args: Sequence[str] | None = None) -> int:
         args: words after ``bench``; ``None`` takes them from the command line.
     """
     cuda = torch.cuda.is_available()
-    parser = CommandParser("lightning-fp8 bench", description="Training steps in bf16 and FP8 on this machine.")
-    parser.add_argument(
-        "--shape",
-        nargs="+",
-        default=["8b" if cuda else "tiny"],
-        help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
-    )
-    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise"])
-    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
-    parser.add_argument(
-        "--compile",
-        choices=["yes", "no", "both"],
-        default="yes" if cuda else "no",
-        help="torch.compile per block; by default on GPUs",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of three steps")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--picture", type=Path, help="draw them there")
+    parser = _bench_parser(cuda)
     parsed = parser.parse_args(args)
     try:
         shapes = {text: parse_shape(text) for text in parsed.shape}
@@ -74,16 +57,8 @@ def bench(args: Sequence[str] | None = None) -> int:
     for path in (parsed.json, parsed.picture):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"There is no folder {path.absolute().parent}.")
+    variants, left_out = _variants(parsed.backends or BACKENDS, recipes, torch.device("cuda" if cuda else "cpu"))
     endings = {"yes": [""], "no": ["-eager"], "both": ["", "-eager"]}[parsed.compile]
-    device = torch.device("cuda" if cuda else "cpu")
-    variants, left_out = ["bf16"], []
-    for backend in parsed.backends or BACKENDS:
-        for name, recipe in recipes.items():
-            support = BACKENDS[backend].support(recipe, device)
-            if support.kind == "refused":
-                left_out.append(f"{backend} {name}: {support.reason}")
-            else:
-                variants.append(name if backend == "native" else f"{backend}:{name}")
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     print(f"{machine}, torch {torch.__version__}", flush=True)
     for line in left_out:
@@ -104,6 +79,43 @@ def bench(args: Sequence[str] | None = None) -> int:
         except (ImportError, ValueError) as error:
             parser.error(str(error))
     return 0
+
+
+def _bench_parser(cuda: bool) -> CommandParser:
+    parser = CommandParser("lightning-fp8 bench", description="Training steps in bf16 and FP8 on this machine.")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        default=["8b" if cuda else "tiny"],
+        help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
+    )
+    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise"])
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
+    parser.add_argument(
+        "--compile",
+        choices=["yes", "no", "both"],
+        default="yes" if cuda else "no",
+        help="torch.compile per block; by default on GPUs",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of three steps")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--picture", type=Path, help="draw them there")
+    return parser
+
+
+def _variants(
+    backends: Iterable[str], recipes: Mapping[str, Recipe], device: torch.device
+) -> tuple[list[str], list[str]]:
+    """Names of what runs on ``device``, bf16 first, and a line for each recipe that a backend refuses there."""
+    variants, left_out = ["bf16"], []
+    for backend in backends:
+        for name, recipe in recipes.items():
+            support = BACKENDS[backend].support(recipe, device)
+            if support.kind == "refused":
+                left_out.append(f"{backend} {name}: {support.reason}")
+            else:
+                variants.append(name if backend == "native" else f"{backend}:{name}")
+    return variants, left_out
 
 
 def advise(args: Sequence[str] | None = None) -> int:
