@@ -23,13 +23,10 @@ from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 from lightning_fp8.selection import LayerSelection
-from lightning_fp8.settings import FP8Settings, check_optimizer
+from lightning_fp8.settings import CHECKPOINT_KEY, FP8Settings, check_optimizer
 from lightning_fp8.shard import shard
 
 log = logging.getLogger(__name__)
-
-#: Key of the FP8 state in a checkpoint. A plugin's own state is filed under its class name, which subclasses lose.
-CHECKPOINT_KEY = "lightning_fp8"
 
 #: Strategies whose own engine steps the optimizer or shards the weights in a way that bypasses this plugin.
 _REFUSED_STRATEGIES = {

@@ -24,6 +24,10 @@ from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe, get_recipe
 from lightning_fp8.selection import LayerSelection
 
+#: Key of the FP8 state in a checkpoint of the Trainer's. A plugin's own state is filed under its class name, which
+#: subclasses lose.
+CHECKPOINT_KEY = "lightning_fp8"
+
 
 class FP8Settings:
     """The settings of FP8 training, and the conversion of a model under them.

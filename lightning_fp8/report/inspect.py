@@ -17,12 +17,11 @@ from lightning_fp8.cli_errors import CommandParser
 from lightning_fp8.formats import E4M3
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
+from lightning_fp8.settings import CHECKPOINT_KEY
 from lightning_fp8.statistics import AMAX, LAST_AMAX
 from lightning_fp8.telemetry import main_cast, readout
 from lightning_fp8.text_table import text_table
 
-#: Where FP8 state lies in a checkpoint of the Trainer's.
-_KEY = "lightning_fp8"
 #: Headroom, in powers of two, below which values were clamped; a scale's own rounding takes a little.
 _CLAMPED = -(2.0**-6)
 #: The last amax is at risk of outgrowing its scale at this factor over the median of its history.
@@ -118,7 +117,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     if not recipes:
         notes.append("no FP8 state: shown is how the weights would fare under one scale a tensor (e4m3)")
         rows = [row for weights in _weights(checkpoint) for row in _rows_of_weights(weights)]
-        if not rows and not checkpoint.keys() & {"state_dict", _KEY, "loops"}:
+        if not rows and not checkpoint.keys() & {"state_dict", CHECKPOINT_KEY, "loops"}:
             raise ValueError(f"{path} is no checkpoint of Lightning's, and holds no weights.")
     rows.sort(key=lambda row: (not row.risks, row.headroom if row.headroom == row.headroom else math.inf))
     step = checkpoint.get("global_step")
@@ -179,7 +178,7 @@ class _Unknown:
 
 def _conversions(checkpoint: Mapping[str, Any]) -> list[Any]:
     """The Trainer's FP8 state lies under its own key; in Fabric's the user chose one for ``precision.state_dict()``."""
-    states = [checkpoint[_KEY]] if _KEY in checkpoint else list(checkpoint.values())
+    states = [checkpoint[CHECKPOINT_KEY]] if CHECKPOINT_KEY in checkpoint else list(checkpoint.values())
     return [
         conversion for state in states if isinstance(state, Mapping) for conversion in state.get("conversions") or []
     ]

@@ -29,7 +29,7 @@ from trainer_models import (
 
 from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection
 from lightning_fp8.backends.native import NativeBackend
-from lightning_fp8.precision import CHECKPOINT_KEY
+from lightning_fp8.settings import CHECKPOINT_KEY
 
 
 def run(path: Path, *, data: Any, val: Any = None, epochs: int = 3, resume: Any = None, **kwargs: Any) -> Any:
