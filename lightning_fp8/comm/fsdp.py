@@ -6,7 +6,6 @@ The hooks are not recursive: every FSDP module is given its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
-from lightning_fp8.comm.fsdp_weights import FP8AllGather, GatheredScales, has_one_scale, managed_parameters
+from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale, managed_parameters
 from lightning_fp8.comm.traffic import Traffic
+from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.model import conversions
 
@@ -91,8 +91,9 @@ def communicate_fsdp_in_fp8(
     if param:
         scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)])
         for conversion in conversions(model):
-            conversion.runtime.before_training = scales.before_training
-        modules[0].register_forward_pre_hook(_before_training(scales), prepend=True)
+            if conversion.runtime.gathered is not None:
+                conversion.runtime.gathered.close()
+            conversion.runtime.gathered = scales
         # Parents come first: the first that gathers anything is gathered first in a forward.
         leader = next(module for module in modules if managed_parameters(module))
         for module in modules:
@@ -100,16 +101,6 @@ def communicate_fsdp_in_fp8(
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
     return FSDPCommunication(reduce_scatters, all_gathers, any(_is_replicated(p) for p in model.parameters()))
-
-
-def _before_training(scales: GatheredScales) -> Callable[[nn.Module, Any], None]:
-    """For training without a Trainer: ahead of FSDP's own hook, which would take weights as it finds them."""
-
-    def hook(module: nn.Module, args: Any) -> None:
-        if module.training:
-            scales.before_training()
-
-    return hook
 
 
 def _gatherable(model: nn.Module) -> list[Float8Linear]:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_checks import relative_error
 from rank_checks import device, same_on_all_ranks
 from shard_models import (
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fp8
-from lightning_fp8 import LayerSelection
+from lightning_fp8 import DelayedScaling, LayerSelection
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import AMAX, SCALE
@@ -77,6 +78,86 @@ def shards_may_be_empty(rank: int, world: int) -> None:
     assert losses(fp8) == expected
     assert_same_weights(plain, fp8)
     assert losses(both) == pytest.approx(expected, rel=0.05)
+
+
+class Experts(nn.Module):
+    """Of its layers one runs a call. The others get gradients of zero, for ranks reduce what they hold alike."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        rest = sum(p.sum() for index, layer in enumerate(self.layers) for p in layer.parameters() if index != which)
+        return self.layers[which](x) + 0 * rest
+
+
+class Branches(nn.Module):
+    """A block that runs now and then, gathered first where it does, and experts, of which each rank may use its own."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width), Experts(width)])
+
+    def forward(self, x: torch.Tensor, step: int, which: int) -> torch.Tensor:
+        if step % 3 != 1:
+            x = x + self.blocks[0](x)
+        return self.blocks[2](torch.tanh(self.blocks[1](x)), which)
+
+
+def train_branches(model: nn.Module, which, accumulate: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses, and the statistics as each optimizer step finds them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses, tables = [], []
+    for step in range(6):
+        for part in range(accumulate):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+            x = torch.randn(16, 48, generator=generator).to(device())
+            loss = (model(x, step, which(step + part)) - x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        tables.append(statistics(model).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        lightning_fp8.step(model)
+    return losses, [*tables, statistics(model)]
+
+
+def layers_that_do_not_run_leave_no_trace(rank: int, world: int) -> None:
+    everywhere, somewhere = (lambda step: step % 3), (lambda step: 0 if rank else step % 2)
+    averaged = DelayedScaling(smoothing=0.5, amax_compute_algo="most_recent")
+    for recipe, which, accumulate, frozen, options in (
+        ("delayed", everywhere, 1, False, {}),
+        ("delayed", somewhere, 2, True, {}),
+        (averaged, somewhere, 1, False, {}),
+        ("tensorwise", everywhere, 1, False, {"reshard_after_forward": True}),
+    ):
+        how = {"recipe": recipe, "layers": LayerSelection(head=True), **options}
+        plain, fp8 = (sharded(Branches(), param=param, **how) for param in ("bf16", "fp8"))
+        assert len(fp8_layers(fp8)) == 5
+        for model in (plain, fp8):
+            model.blocks[0].train(not frozen)
+        (before, expected), (after, found) = (train_branches(model, which, accumulate) for model in (plain, fp8))
+        assert before == after, recipe
+        for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+            assert torch.equal(a, b), (recipe, step)  # Each rank knows what its own layers saw until the step ends.
+        assert_same_weights(plain, fp8)
+
+
+def ranks_agree_on_scales_that_each_keeps_for_itself(rank: int, world: int) -> None:
+    recipe = DelayedScaling(reduce_amax=False)
+    model = sharded(Branches(), param="fp8", recipe=recipe, layers=LayerSelection(head=True))
+    train_branches(model, lambda step: 0 if rank else step % 2)
+    with torch.no_grad():
+        for parameter in model.blocks[2].parameters():
+            parameter.mul_(0.1)  # Far from the scales that rank 0 has noted; those that rank 1 lacks fit.
+    assert not same_on_all_ranks(statistics(model)[:, 1])
+    exact = Branches().to(device())
+    exact.load_state_dict(weights(model))
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(3)).to(device())
+    errors = [relative_error(model(x, 0, which), exact(x, 0, which).double()) for which in range(3)]
+    assert max(errors) < 0.1, errors
 
 
 def so_do_weights_gathered_under_other_settings(rank: int, world: int) -> None:
@@ -379,6 +460,8 @@ def mistakes_are_named(rank: int, world: int) -> None:
 
 CHECKS = [
     weights_gathered_in_fp8_change_no_result,
+    layers_that_do_not_run_leave_no_trace,
+    ranks_agree_on_scales_that_each_keeps_for_itself,
     so_do_weights_gathered_under_other_settings,
     finer_scales_go_in_blocks,
     sharded_compute_is_unsharded_compute,
