@@ -44,7 +44,7 @@ class GatheredScales:
         self.table = StatisticsTable(names)
         # The same scales in slots of their own: the casts before the wire must not look like layers that run.
         self._wire = StatisticsTable(names)
-        self._amax = torch.zeros(len(layers))
+        self._amax = torch.zeros(len(layers), dtype=torch.float32)
         self.modes: tuple[bool, ...] = ()
         self._stale = True
         self._link()
@@ -87,11 +87,10 @@ class GatheredScales:
         self._stale = False
         if not self.layers:
             return
-        shards = [local_values(layer.weight).detach() for layer in self.layers]
-        if shards[0].device != self.table.device:
-            self._move(shards[0].device)
+        self._follow()
         if changed:
             self._training = torch.tensor(self.modes, device=self.table.device)
+        shards = [local_values(layer.weight).detach() for layer in self.layers]
         stored = torch.where(self._training, self._stored_scales(), torch.inf)
         # A rank on which a layer has not run yet may know no scale of it: all take the smallest that any of them knows.
         message = torch.cat([_amaxes(shards).to(dtype).float()[None], -stored])
@@ -116,6 +115,7 @@ class GatheredScales:
         """Enter the amaxes of the weights of layers that have run into the layers' statistics, and first scales."""
         if not self.modes:
             return
+        self._follow()
         used = self.table.data[:, _WEIGHT, AMAX]
         for scaling, rows, indices in self._parts:
             amax = torch.where(used[rows] < 0, NOT_SEEN, self._amax[rows])
@@ -147,18 +147,21 @@ class GatheredScales:
 
     def _stored_scales(self) -> Tensor:
         """The layers' stored scales, straight and transposed, fp32 ``[2, layers]``; infinite where there is none."""
-        stored = torch.full((2, len(self.layers)), torch.inf, device=self.table.device)
+        stored = torch.full((2, len(self.layers)), torch.inf, dtype=torch.float32, device=self.table.device)
         for scaling, rows, indices in self._parts:
             if scaling.recipe.source != "data":
                 scales = scaling.table.data[:, _WEIGHT, _SCALES][indices].t()
                 stored.index_copy_(1, rows, torch.where(scales == 0, torch.inf, scales))
         return stored
 
-    def _move(self, device: torch.device) -> None:
-        self.table.to(device)
-        self._wire.to(device)
-        self._amax = self._amax.to(device)
-        self._link()
+    def _follow(self) -> None:
+        """Move to where the layers' own scales are."""
+        device = self.layers[0].fp8.scaling.table.device
+        if device != self.table.device:
+            self.table.to(device)
+            self._wire.to(device)
+            self._amax = self._amax.to(device)
+            self._link()
 
     def _link(self) -> None:
         """Take slots and what is read with them anew, after the tables moved."""
