@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from rank_checks import device, folder, same_on_all_ranks
 from shard_models import VOCABULARY, Decoder
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
+from lightning_fp8 import AmaxMonitor, FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
 from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -283,6 +284,46 @@ def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     assert same_on_all_ranks(losses, pair[rank // 2])
 
 
+class Keep(Logger):
+    name, version = "keep", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.setdefault(step or 0, {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def statistics_are_those_of_weights_as_layers_use_them(rank: int, world: int) -> None:
+    """Where the layers themselves are sharded, one by one, and where each rank holds a part."""
+    names = [f"net.{name}" for name in ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head")]
+    plan = {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()}
+    lines = {}
+    for how, model, strategy in (
+        ("whole", Module(hidden=64), ddp()),
+        ("shards", Sharded({"blocks": names}, hidden=64), model_parallel()),
+        ("parts", Sharded({"tensor_parallel": plan}, hidden=64), model_parallel(2)),
+    ):
+        with torch.no_grad():
+            for name in names:
+                model.get_submodule(name).weight[-1].mul_(4)  # Which the first rank does not hold.
+        keep = Keep()
+        monitor = AmaxMonitor(1, statistics_every_n_steps=1, what_if=["tensorwise"])
+        fit(model, strategy, callbacks=[monitor], logger=keep, max_epochs=1, limit_train_batches=1)
+        lines[how] = keep.lines.get(0, {})
+    if rank == 0:  # It alone logs.
+        for name in names:
+            for statistic in ("weight/amax", "weight/tensorwise/mse"):
+                key = f"fp8/{name}/{statistic}"
+                # Gathered in bf16.
+                assert lines["shards"][key] == pytest.approx(lines["whole"][key], rel=0.05), key
+                assert lines["parts"][key] > 0
+
+
 def recovery_surrounds_sharded_steps(rank: int, world: int) -> None:
     shard = {"param": "fp8", "grad": "fp8", "min_numel": 0}
     plain, watched = Sharded(shard), Sharded(shard)
@@ -349,6 +390,7 @@ CHECKS = [
     fsdp2_trains_and_resumes,
     true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
+    statistics_are_those_of_weights_as_layers_use_them,
     recovery_surrounds_sharded_steps,
     giving_up_where_others_wait_is_an_error,
     unconverted_shards_are_refused,
