@@ -145,7 +145,7 @@ def shard(
 
 
 def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The data-parallel and the tensor-parallel part of ``mesh``; a part of one rank is none.
+    """The data-parallel and the tensor-parallel part of ``mesh``; beside the other a part of one rank is none.
 
     Raises:
         ValueError: the dimensions are more, or otherwise named, than they can be.
@@ -163,10 +163,10 @@ def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]
     tensor_mesh = mesh[of_tensors[0]] if mesh.ndim > 1 else mesh
     data_mesh = mesh[of_data] if of_data else None
     # Lightning's mesh has both dimensions always.
-    return (
-        data_mesh if data_mesh is not None and data_mesh.size() > 1 else None,
-        tensor_mesh if tensor_mesh.size() > 1 else None,
-    )
+    if tensor_mesh.size() == 1:
+        # One rank shards with nobody, but its checkpoints are those of sharded models.
+        return data_mesh, None
+    return data_mesh if data_mesh is not None and data_mesh.size() > 1 else None, tensor_mesh
 
 
 def _check(

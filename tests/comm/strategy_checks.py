@@ -261,6 +261,20 @@ def fsdp2_trains_and_resumes(rank: int, world: int) -> None:
         assert isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local())
 
 
+def sharded_models_save(rank: int, world: int) -> None:
+    run = fit(Sharded({"param": "fp8", "min_numel": 0}), model_parallel())
+    run.save_checkpoint(folder() / f"from-{world}")
+
+
+def one_rank_loads_what_others_saved(rank: int, world: int) -> None:
+    for saved_by in (1, 2):
+        model = Sharded({"param": "fp8", "min_numel": 0})
+        run = fit(model, model_parallel(), max_epochs=2, ckpt_path=folder() / f"from-{saved_by}")
+        assert isinstance(model, FSDPModule) and isinstance(model.net.head.weight, DTensor)
+        assert run.global_step == 8 and len(model.losses) == 4  # The data are as many on each rank.
+        assert torch.stack(model.losses).isfinite().all()
+
+
 def true_bf16_trains_sharded(rank: int, world: int) -> None:
     # New tensors are bf16 by default then; scales and statistics are not.
     losses = {}
@@ -381,6 +395,7 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
 warnings.simplefilter("ignore")
 
 CHECKS = [
+    sharded_models_save,
     ddp_really_sends_fp8,
     a_link_too_fast_for_fp8_changes_nothing,
     a_model_without_fp8_layers_trains,
