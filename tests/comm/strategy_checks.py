@@ -287,11 +287,18 @@ def true_bf16_trains_sharded(rank: int, world: int) -> None:
     assert losses["bf16"] == losses["fp8"]
 
 
+def constant() -> FP8Precision:
+    return FP8Precision(layers=LayerSelection(), loss_scale=8.0)
+
+
 def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     plan = {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()}
     model = Sharded({"tensor_parallel": plan}, hidden=192)
     communication = FP8Communication(min_numel=0)
-    fit(model, model_parallel(2), callbacks=[communication] if world > 2 else [])
+    # Split parameters beside whole ones, as torch takes neither in clipping nor in unscaling.
+    fit(
+        model, model_parallel(2), plugin=constant(), callbacks=[communication] if world > 2 else [], gradient_clip_val=1
+    )
     losses = torch.stack(model.losses)
     assert len(losses) == 8 and (losses < 10).all()
     pair = dist.new_group([0, 1]), dist.new_group([2, 3]) if world > 2 else None
@@ -386,6 +393,9 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
     for strategy, options, plugin, message in cases:
         with pytest.raises(ValueError, match=message):
             fit(Sharded({}), strategy, plugin=plugin, callbacks=[FP8Communication(**options)])
+    split = Sharded({"tensor_parallel": {"net.blocks.*.up": ColwiseParallel()}}, hidden=64)
+    with pytest.raises(ValueError, match="GradScaler does not take tensor-parallel parameters beside others"):
+        fit(split, model_parallel(2), plugin=FP8Precision(layers=LayerSelection(), precision="16-mixed"))
     with pytest.raises(ValueError, match="FP8FSDPPrecision runs under FSDPStrategy only"):
         fit(Module(), ddp(), plugin=FP8FSDPPrecision())
     with pytest.raises(TypeError, match="FP8FSDPPrecision"):
