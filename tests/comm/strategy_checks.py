@@ -393,6 +393,15 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
     for strategy, options, plugin, message in cases:
         with pytest.raises(ValueError, match=message):
             fit(Sharded({}), strategy, plugin=plugin, callbacks=[FP8Communication(**options)])
+    for change, message in (
+        (lambda net: net.head.double(), r"gradient of 'net\.head\.weight' cannot be sent.*float64"),
+        (lambda net: setattr(net.embedding, "sparse", True), r"sparse gradients of 'net\.embedding'"),
+    ):
+        model = Module()
+        change(model.net)
+        with pytest.raises(ValueError, match=message):
+            fit(model, ddp(), callbacks=[FP8Communication(min_numel=0)])
+        assert not model.losses
     split = Sharded({"tensor_parallel": {"net.blocks.*.up": ColwiseParallel()}}, hidden=64)
     with pytest.raises(ValueError, match="GradScaler does not take tensor-parallel parameters beside others"):
         fit(split, model_parallel(2), plugin=FP8Precision(layers=LayerSelection(), precision="16-mixed"))
