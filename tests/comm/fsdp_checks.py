@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, LayerSelection
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
+from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import AMAX, SCALE
 from lightning_fp8.tuning import choice
@@ -455,7 +456,33 @@ def mistakes_are_named(rank: int, world: int) -> None:
         sharded(fresh, blocks=["nowhere"])
     with pytest.raises(ValueError, match="Transformer Engine"):
         sharded(fresh, backend="transformer_engine")
-    assert not conversions(fresh)
+    plan = {"blocks.*.up": ColwiseParallel(), "block.*.down": RowwiseParallel()}
+    known = r"'embedding', 'blocks', 'blocks\.\*', 'blocks\.\*\.norm', 'blocks\.\*\.up'"
+    with pytest.raises(ValueError, match=rf"'block\.\*\.down' fits no module of Decoder, which has {known}"):
+        lightning_fp8.shard(make(hidden=192), tensor_mesh, tensor_parallel=plan)
+    fresh.blocks[1].up.weight = fresh.blocks[0].up.weight
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.weight' \(block 'blocks\.0'\) and .* are one parameter"):
+        sharded(fresh)
+    fresh.head.weight = fresh.embedding.weight
+    with pytest.raises(ValueError, match=r"'head\.weight' \(block 'head'\).*are one parameter"):
+        sharded(fresh, blocks=["head"])
+    assert not conversions(fresh) and not any(isinstance(p, DTensor) for p in fresh.parameters())
+
+
+def ties_within_a_block_or_outside_of_all_are_kept(rank: int, world: int) -> None:
+    model = make()
+    model.blocks[0].norm.weight = model.blocks[0].down.bias
+    model.head.weight = model.embedding.weight
+    train(sharded(model, param="fp8"))
+    assert model.head.weight is model.embedding.weight and model.blocks[0].norm.weight is model.blocks[0].down.bias
+
+
+def blocks_may_be_named_in_any_order(rank: int, world: int) -> None:
+    names = ["blocks.0", "blocks.0.up", "blocks.1.up", "blocks.1", "blocks.0"]
+    models = [sharded(blocks=blocks, activation_checkpointing=True) for blocks in (names, sorted(names)[::-1])]
+    assert train(models[0]) == train(models[1]) == train(sharded())
+    for model in models:
+        assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
 
 
 CHECKS = [
@@ -483,4 +510,6 @@ CHECKS = [
     auto_knows_that_blocks_will_be_compiled,
     layers_take_and_give_high_precision,
     mistakes_are_named,
+    ties_within_a_block_or_outside_of_all_are_kept,
+    blocks_may_be_named_in_any_order,
 ]
