@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
-from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale, managed_parameters
+from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale
+from lightning_fp8.comm.shards import is_replicated, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.linear import Float8Linear, Float8State
@@ -100,7 +101,7 @@ def communicate_fsdp_in_fp8(
             gather = FP8AllGather(module, layers, scales, module is leader, codec, min_numel, param_traffic)
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
-    return FSDPCommunication(reduce_scatters, all_gathers, any(_is_replicated(p) for p in model.parameters()))
+    return FSDPCommunication(reduce_scatters, all_gathers, any(is_replicated(p) for p in model.parameters()))
 
 
 def _gatherable(model: nn.Module) -> list[Float8Linear]:
@@ -116,14 +117,3 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
         and shard_ranks(layer.weight) > 1
         and uses[id(layer.weight)] == 1
     ]
-
-
-def shard_ranks(parameter: Tensor) -> int:
-    """How many ranks share the shards of a parameter that FSDP2 sharded."""
-    sharded = cast(DTensor, parameter)
-    return sharded.device_mesh.size(1 if _is_replicated(parameter) else 0)
-
-
-def _is_replicated(parameter: Tensor) -> bool:
-    """Whether FSDP shards over the second dimension of its mesh, and replicates over the first."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()

@@ -20,17 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import kernels
 from lightning_fp8.comm.codec import BlockCodec, use_kernels
 from lightning_fp8.comm.collectives import gather_bytes
+from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.formats import dequantize
 from lightning_fp8.linear import Float8Linear
-from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE
 
@@ -184,32 +182,6 @@ def has_one_scale(layer: Float8Linear) -> bool:
     return cast is not None and cast.granularity == "tensorwise"
 
 
-def managed_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that one FSDP module gathers, in its order: without those of FSDP modules inside it.
-
-    ``fully_shard`` visits children before their parents and takes a shared parameter once (torch 2.11 to 2.13).
-    """
-    parameters: dict[int, nn.Parameter] = {}
-    visited: set[int] = set()
-
-    def visit(part: nn.Module) -> None:
-        visited.add(id(part))
-        for child in part.children():
-            if id(child) not in visited and not isinstance(child, FSDPModule):
-                visit(child)
-        for parameter in part.parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                parameters.setdefault(id(parameter), parameter)
-
-    visit(module)
-    return list(parameters.values())
-
-
-def local_numel(parameters: Iterable[Tensor]) -> int:
-    """Values that this rank holds of ``parameters``."""
-    return sum(local_values(parameter).numel() for parameter in parameters)
-
-
 def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
     """Join neighbours that are sent as they are."""
     merged: list[_Segment] = []
@@ -221,21 +193,6 @@ def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
         else:
             merged.append(_Segment((segment.numel,)))
     return merged
-
-
-def padded_shard_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
-    """Shape of a shard as FSDP gathers it over ``ranks``: the first rank's, which no other exceeds."""
-    sharded = typing.cast(DTensor, parameter)
-    local = sharded.to_local().shape
-    pieces = 1
-    for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
-        if getattr(placement, "dim", None) == 0:
-            pieces *= size
-    if pieces % ranks:
-        return tuple(local)  # FSDP shards another dimension, evenly.
-    # Beside FSDP tensor parallelism may cut the first dimension, evenly.
-    own_rows = parameter.shape[0] // (pieces // ranks)
-    return (-(-own_rows // ranks), *local[1:])
 
 
 def _aligned(message: Tensor) -> Tensor:

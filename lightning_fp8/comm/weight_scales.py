@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_fp8.comm.shards import ShardedPlace, first_place
 from lightning_fp8.formats import compute_scale
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.ranks import local_values
@@ -19,6 +20,7 @@ from lightning_fp8.statistics import AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, St
 
 _WEIGHT = ROLES.index("weight")
 _SCALES = slice(SCALE, SCALE_TRANSPOSED + 1)
+_MOST_MASKS = 64
 
 
 class GatheredScales:
@@ -45,12 +47,13 @@ class GatheredScales:
         # The same scales in slots of their own: the casts before the wire must not look like layers that run.
         self._wire = StatisticsTable(names)
         self._amax = torch.zeros(len(layers), dtype=torch.float32)
+        self._places = [ShardedPlace.of(layer, "weight") for layer in layers]
         self.modes: tuple[bool, ...] = ()
         self._stale = True
         self._link()
         # For models without a Trainer: ahead of FSDP's own hook, which would take weights as it finds them.
         self._hooks = [
-            root.register_forward_pre_hook(self._before_forward, prepend=True) for root in _roots(self.modules)
+            root.register_forward_pre_hook(self._before_forward(root), prepend=True) for root in _roots(self.modules)
         ]
 
     def wire_slot(self, layer: Float8Linear) -> Tensor | None:
@@ -60,9 +63,7 @@ class GatheredScales:
     def before_training(self) -> None:
         """A training step begins. Weights that an evaluation left gathered are on the grid of its scales: free them."""
         self._stale = True
-        if self.modes and self.modes != self._modes():
-            for module in self.modules:
-                module.reshard()
+        self._free_weights_of_other_modes()
 
     def weights_changed(self) -> None:
         """The weights may be others now: what is gathered next is preceded by new scales."""
@@ -78,25 +79,30 @@ class GatheredScales:
     def update(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """Take the amaxes of all shards, reduce them over the ranks at once, and set the scales.
 
+        Weights that are gathered keep theirs: they are on the grid of these.
+
         Args:
             group: the ranks that hold the shards; every one must call.
             dtype: what FSDP computes in: the amaxes are those of the weights in this dtype.
         """
         self.note()  # With the amaxes that are replaced below.
-        changed, self.modes = self.modes != self._modes(), self._modes()
         self._stale = False
+        self.modes = self._modes()
         if not self.layers:
             return
         self._follow()
-        if changed:
-            self._training = torch.tensor(self.modes, device=self.table.device)
-        shards = [local_values(layer.weight).detach() for layer in self.layers]
-        stored = torch.where(self._training, self._stored_scales(), torch.inf)
+        gathered = tuple(place.is_gathered for place in self._places)
+        shards = [
+            None if held else local_values(place.parameter).detach()
+            for place, held in zip(self._places, gathered, strict=True)
+        ]
+        held = self._mask(gathered)
+        stored = torch.where(self._mask(self.modes), self._stored_scales(), torch.inf)
         # A rank on which a layer has not run yet may know no scale of it: all take the smallest that any of them knows.
-        message = torch.cat([_amaxes(shards).to(dtype).float()[None], -stored])
+        message = torch.cat([self._amaxes(shards).to(dtype).float()[None], -stored])
         reduce_amax(message, group)
         amax, stored = message[0], -message[1:]
-        self._amax.copy_(amax)
+        self._amax.copy_(torch.where(held, self._amax, amax))
         for scaling, rows, _ in self._parts:
             casts = scaling.recipe.casts["weight"]
             for column, cast in enumerate((casts.straight, casts.transposed)):
@@ -104,9 +110,9 @@ class GatheredScales:
                     continue
                 scale = compute_scale(amax[rows], cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
                 known = stored[column, rows]
-                self.table.data[:, _WEIGHT, SCALE + column].index_copy_(
-                    0, rows, torch.where(known.isinf(), scale, known)
-                )
+                scale = torch.where(known.isinf(), scale, known)
+                scales = self.table.data[:, _WEIGHT, SCALE + column]
+                scales.index_copy_(0, rows, torch.where(held[rows], scales[rows], scale))
         self._wire.data[:, _WEIGHT, _SCALES] = self.table.data[:, _WEIGHT, _SCALES]
 
     @torch.inference_mode(False)
@@ -136,14 +142,39 @@ class GatheredScales:
         for hook in self._hooks:
             hook.remove()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module.training:
-            self.before_training()
-        else:
-            self.weights_changed()
+    def _before_forward(self, root: nn.Module) -> Callable[[nn.Module, Any], None]:
+        place = first_place(root)
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if module.training:
+                self._free_weights_of_other_modes()
+            if place is None or not place.is_gathered:  # Else this forward is a part of another.
+                self._stale = True
+
+        return hook
+
+    def _free_weights_of_other_modes(self) -> None:
+        if self.modes and self.modes != self._modes():
+            for module in self.modules:
+                module.reshard()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(layer.training for layer in self.layers)
+
+    def _mask(self, flags: tuple[bool, ...]) -> Tensor:
+        """``flags`` on the device. They come back step for step: made anew, they would be waited for."""
+        if len(self._masks) > _MOST_MASKS:
+            self._masks.clear()
+        if flags not in self._masks:
+            self._masks[flags] = torch.tensor(flags, device=self.table.device)
+        return self._masks[flags]
+
+    def _amaxes(self, shards: Sequence[Tensor | None]) -> Tensor:
+        """The largest magnitude of each, fp32; 0 for one that is empty or not there."""
+        filled = [shard for shard in shards if shard is not None and shard.numel()]
+        amaxes = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
+        zero = torch.zeros((), dtype=torch.float32, device=self.table.device)
+        return torch.stack([next(amaxes).float() if s is not None and s.numel() else zero for s in shards])
 
     def _stored_scales(self) -> Tensor:
         """The layers' stored scales, straight and transposed, fp32 ``[2, layers]``; infinite where there is none."""
@@ -165,7 +196,7 @@ class GatheredScales:
 
     def _link(self) -> None:
         """Take slots and what is read with them anew, after the tables moved."""
-        self._training = torch.tensor(self._modes(), device=self.table.device)
+        self._masks: dict[tuple[bool, ...], Tensor] = {}
         self._rows = {id(layer): row for row, layer in enumerate(self.layers)}
         self._parts = list(_by_scaling(self.layers, self.table.device))
         self._wire_slots = {id(layer): self._wire.slot(row, "weight") for row, layer in enumerate(self.layers)}
@@ -188,10 +219,3 @@ def _by_scaling(layers: Sequence[Float8Linear], device: torch.device) -> Iterato
         rows = [row for row, layer in enumerate(layers) if layer.fp8.scaling is scaling]
         indices = [layers[row].fp8.index for row in rows]
         yield scaling, torch.tensor(rows, device=device), torch.tensor(indices, device=device)
-
-
-def _amaxes(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of each tensor, fp32; 0 for an empty one."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    amaxes = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
-    return torch.stack([next(amaxes) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]).float()

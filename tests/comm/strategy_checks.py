@@ -261,6 +261,48 @@ def fsdp2_trains_and_resumes(rank: int, world: int) -> None:
         assert isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local())
 
 
+class TwoStepsABatch(Sharded):
+    """Its weights change within a training step, whose forward is one within another; FP8 layers beside the blocks."""
+
+    automatic_optimization = False
+
+    def __init__(self, shard: dict[str, Any]) -> None:
+        super().__init__(shard)
+        self.last = torch.nn.Linear(48, 48)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.net.embedding(text)
+        for block in self.net.blocks:
+            x = block(x)
+        return self.net.head(self.last(x))
+
+    def loss(self, text: Tensor) -> Tensor:
+        return F.cross_entropy(self(text).float().flatten(0, 1), text.flatten().roll(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach().clone())
+
+
+def scales_fit_weights_that_change_within_a_step(rank: int, world: int) -> None:
+    for recipe in ("delayed", "tensorwise"):
+        losses, tables = [], []
+        for param in ("bf16", "fp8"):
+            model = TwoStepsABatch({"param": param, "min_numel": 0})
+            plugin = FP8Precision(recipe, layers=LayerSelection(head=True))
+            run = trainer(model_parallel(), plugin, limit_train_batches=2, val_check_interval=1)
+            run.fit(model, data(), data(1))
+            losses.append(torch.stack(model.losses))
+            tables.append(plugin.conversions[0].runtime.table.data)
+        assert len(plugin.conversions[0].converted) == 5 and len(losses[0]) == 4
+        assert torch.equal(*losses) and torch.equal(*tables), recipe
+
+
 def sharded_models_save(rank: int, world: int) -> None:
     run = fit(Sharded({"param": "fp8", "min_numel": 0}), model_parallel())
     run.save_checkpoint(folder() / f"from-{world}")
@@ -414,6 +456,7 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
 warnings.simplefilter("ignore")
 
 CHECKS = [
+    scales_fit_weights_that_change_within_a_step,
     sharded_models_save,
     ddp_really_sends_fp8,
     a_link_too_fast_for_fp8_changes_nothing,
