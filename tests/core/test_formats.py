@@ -48,8 +48,12 @@ def test_constants_are_those_of_an_independent_implementation(fmt: Format) -> No
     assert fmt.smallest_normal == float(info.smallest_normal) == torch.finfo(fmt.dtype).smallest_normal
     assert fmt.smallest_subnormal == float(info.smallest_subnormal)
     assert fmt.mantissa_bits == info.nmant
-    assert fmt.bias == 1 - round(math.log2(fmt.smallest_normal)) if fmt is not E8M0 else fmt.bias == 127
-    assert get_format(fmt.name) is fmt if fmt is not E8M0 else True
+    assert fmt.bias == (127 if fmt is E8M0 else 1 - round(math.log2(fmt.smallest_normal)))
+
+
+@FORMATS
+def test_operand_formats_have_names(fmt: Format) -> None:
+    assert get_format(fmt.name) is fmt
 
 
 @pytest.mark.parametrize("name", ["e8m0", "fp8", "E4M3", ""])
