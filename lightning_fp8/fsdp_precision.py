@@ -8,12 +8,13 @@ from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fp8.backends import Backend, TransformerEngineBackend
+from lightning_fp8.backends import Backend
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.loss_scaling import LossScale
 from lightning_fp8.precision import TrainerPrecision
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection
+from lightning_fp8.shard import check_backend
 
 
 class _FSDPBase(FSDPPrecision):
@@ -59,11 +60,7 @@ class FP8FSDPPrecision(TrainerPrecision, _FSDPBase):  # type: ignore[misc]
             raise ValueError(f"Under FSDP1 precision must be 'bf16-mixed' or 'bf16-true', got {precision!r}.")
         if loss_scale == "dynamic":
             raise ValueError("Under FSDP1 the loss scale must be a constant: ranks see the Infs of their shards only.")
-        if isinstance(backend, TransformerEngineBackend) or backend == TransformerEngineBackend.name:
-            raise ValueError(
-                "Transformer Engine's layers keep references to their weights, which FSDP1 replaces: use "
-                "backend='native' or 'torchao'."
-            )
+        check_backend(backend)
         super().__init__(
             recipe, backend=backend, precision=precision, loss_scale=loss_scale, layers=layers, tokens=tokens
         )

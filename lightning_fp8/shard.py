@@ -211,6 +211,15 @@ def _check(
             "tensor_parallel={...}, or let them share the data: "
             "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)."
         )
+    check_backend(backend)
+
+
+def check_backend(backend: Backend | str) -> None:
+    """Look whether the layers of ``backend`` can be sharded.
+
+    Raises:
+        ValueError: they cannot.
+    """
     if isinstance(backend, TransformerEngineBackend) or backend == TransformerEngineBackend.name:
         raise ValueError(
             "Transformer Engine's layers keep references to their weights, which sharding replaces: use "
