@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, StaticScaling, revert_model
 from lightning_fp8 import step as fp8_step
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend, TransformerEngineLinear
-from lightning_fp8.callbacks.amax_monitor import OperandStatistics
 from lightning_fp8.kernels.capability import Hardware
+from lightning_fp8.operand_statistics import OperandStatistics
 from lightning_fp8.recipes import RECIPE_NAMES, BlockwiseScaling, TensorwiseScaling, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE
 from lightning_fp8.telemetry import Telemetry
