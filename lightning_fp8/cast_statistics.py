@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import Format
 from lightning_fp8.kernels.reference import dequantize_operand
-from lightning_fp8.recipes import Cast
 
 #: In percent of all values, in squared units of the values, in decibels, and decode scales.
 STATISTICS = ("underflows%", "overflows%", "mse", "sqnr", "scale_inv_min", "scale_inv_max")

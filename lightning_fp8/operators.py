@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.ops import LinearCasts, ScaledLinear, cast, linear_gradients
-from lightning_fp8.recipes import ROLES, Cast, OperandCasts, Recipe, get_recipe
+from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 
 
 def casts_text(recipe: Recipe) -> str:

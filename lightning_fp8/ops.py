@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.reference import round_up, row_multiple
-from lightning_fp8.recipes import Cast, OperandCasts, Recipe
+from lightning_fp8.recipes import Recipe
 
 #: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
 GemmLibrary = Literal["torch", "fbgemm"]

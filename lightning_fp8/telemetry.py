@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.model import Conversion
-from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
+from lightning_fp8.recipes import ROLES, Recipe, Role
 from lightning_fp8.selection import clean_name, in_compiled, linear_layers
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
 from lightning_fp8.backends.base import Backend, Support, why_emulate
+from lightning_fp8.casts import Cast
 from lightning_fp8.checks import first_line
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import round_up
 from lightning_fp8.linear import Float8Linear, Float8State
-from lightning_fp8.recipes import ROLES, Cast, MXFP8Scaling, Recipe, RowwiseScaling, TensorwiseScaling
+from lightning_fp8.recipes import ROLES, MXFP8Scaling, Recipe, RowwiseScaling, TensorwiseScaling
 from lightning_fp8.scaling import ScalingState
 
 OLDEST = (0, 17)

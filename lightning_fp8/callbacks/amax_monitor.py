@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
+from lightning_fp8.casts import Cast
 from lightning_fp8.checks import as_patterns, check_flag, check_number
 from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
-from lightning_fp8.recipes import ROLES, Cast, Recipe, StaticScaling, get_recipe
+from lightning_fp8.recipes import ROLES, Recipe, StaticScaling, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
 from lightning_fp8.statistics import SLOT_SIZE
 from lightning_fp8.telemetry import Readout, Telemetry, history_entry, main_cast

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import gemm, reference
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.kernels.gemm import mode_in_graph
 from lightning_fp8.kernels.layout import empty_decode_scale, lay_out
-from lightning_fp8.recipes import Cast
 
 
 def cast(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels.reference import decode_scale_shape
-from lightning_fp8.recipes import Cast
 
 
 def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Tensor:

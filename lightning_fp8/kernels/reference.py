@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, compute_scale, quantize
-from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import triton_block, triton_data, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import empty_decode_scale
 from lightning_fp8.kernels.reference import round_up, row_multiple
-from lightning_fp8.recipes import Cast
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import triton_block, triton_cast, triton_data, triton_stored
 from lightning_fp8.kernels.launch import in_graph
-from lightning_fp8.recipes import Cast
 
 
 @torch.library.triton_op("lightning_fp8::triton_cast", mutates_args={"slot"})

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import reference
-from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import (
     SETTINGS,
     UNSET,
