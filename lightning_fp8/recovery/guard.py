@@ -37,6 +37,7 @@ from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
+from lightning_fp8.recovery.spikes import Thresholds
 from lightning_fp8.recovery.verdict import (
     NO_LOSS,
     REJECTED,
@@ -44,7 +45,6 @@ from lightning_fp8.recovery.verdict import (
     Finding,
     Judge,
     Layout,
-    Thresholds,
     for_message,
     seen_value,
 )

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fp8.recovery.verdict import MAD_TO_SIGMA, Judge, Layout, SpikeStatistics, Thresholds
+from lightning_fp8.recovery.spikes import MAD_TO_SIGMA, SpikeStatistics, Thresholds
+from lightning_fp8.recovery.verdict import Judge, Layout
 
 NAN, INF = math.nan, math.inf
 YES, NO = torch.tensor(True), torch.tensor(False)
