@@ -190,13 +190,11 @@ class Judge:
         layout: names for them and for the layers of the table.
         thresholds: when a finite step is bad.
         device: where the verdict is made.
-        group: the ranks that must agree; None: the default group, if there is one.
 
     Attributes:
         statistics: of accepted steps.
         message: of the last step, reduced.
         scores: of the last step, fp32 ``[signals]``.
-        grad_norm: of the last step, fp32 ``[]``; clipping by norm may take it from here.
     """
 
     def __init__(
@@ -205,13 +203,12 @@ class Judge:
         layout: Layout,
         thresholds: Thresholds,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.parameters, self.layout, self.thresholds, self.group = list(parameters), layout, thresholds, group
+        self.parameters, self.layout, self.thresholds = list(parameters), layout, thresholds
         self.device = torch.device(device)
         self.statistics = SpikeStatistics(thresholds, device, len(self.parameters))
-        self.rank = dist.get_rank(group) if layout.ranks > 1 else 0
-        self.message = self.scores = self.grad_norm = torch.zeros(0, device=device)
+        self.rank = dist.get_rank() if layout.ranks > 1 else 0
+        self.message = self.scores = torch.zeros(0, device=device)
 
     def watch(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         """Judge these from now on, with statistics that begin anew."""
@@ -267,9 +264,8 @@ class Judge:
                 suspicious = suspicious | (jump_part > self.thresholds.amax_jump).any()
             operands[self.rank].copy_(suspicious)
         if self.layout.ranks > 1:
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-        self.grad_norm = torch.linalg.vector_norm(norm_part)
-        signals = torch.stack((losses.max(), self.grad_norm))
+            dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        signals = torch.stack((losses.max(), torch.linalg.vector_norm(norm_part)))
         bad = (message >= _INF).any() | (rejections > 0).any()
         if self.thresholds.amax_jump is not None:
             bad = bad | (jump_part > self.thresholds.amax_jump).any()
