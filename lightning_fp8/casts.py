@@ -10,8 +10,16 @@ from lightning_fp8.formats import MAX_SCALE, Format, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 
+#: Rows and columns of the blocks that share a scale; ``None``: all there are.
+BLOCK_SIZES: dict[str, tuple[int | None, int | None]] = {
+    "tensorwise": (None, None),
+    "rowwise": (1, None),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+}
 #: Operand sizes must be multiples of this: 16 is cuBLASLt's rule for FP8, the others are the blocks' own lengths.
-SIZE_MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "1x128": 128, "128x128": 128, "1x32": 32}
+SIZE_MULTIPLE: dict[str, int] = {granularity: width or 16 for granularity, (_, width) in BLOCK_SIZES.items()}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.casts import Cast
+from lightning_fp8.casts import BLOCK_SIZES, Cast
 from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, compute_scale, quantize
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
@@ -29,13 +29,8 @@ def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
 
 def decode_scale_shape(rows: int, columns: int, cast: Cast) -> tuple[int, int]:
     """Shape of the decode scales of an operand of ``rows x columns`` codes."""
-    return {
-        "tensorwise": (1, 1),
-        "rowwise": (rows, 1),
-        "1x128": (rows, columns // 128),
-        "128x128": (rows // 128, columns // 128),
-        "1x32": (rows, columns // 32),
-    }[cast.granularity]
+    height, width = BLOCK_SIZES[cast.granularity]
+    return rows // height if height else 1, columns // width if width else 1
 
 
 def cast(
@@ -131,9 +126,8 @@ def _stored_scale(slot: Tensor, column: int, amax: Tensor, from_data: Tensor) ->
 def _as_blocks(values: Tensor, cast: Cast) -> Tensor:
     """``[row blocks, block rows, column blocks, block columns]``: dimensions 1 and 3 share a scale."""
     rows, columns = values.shape
-    height, width = {"rowwise": (1, columns), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}[
-        cast.granularity
-    ]
+    height, width = BLOCK_SIZES[cast.granularity]
+    height, width = height or rows, width or columns
     return values.view(rows // height, height, columns // width, width)
 
 
