@@ -327,7 +327,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        recipe = _PRESETS.get(recipe, {"name": recipe})
+        recipe = {"name": recipe}
     if not isinstance(recipe, Mapping):
         got = f"the class itself: write {recipe.__name__}()" if isinstance(recipe, type) else type(recipe).__name__
         raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {got}.")
