@@ -6,7 +6,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_fp8.formats import MAX_SCALE, Format, get_format
+from torch import Tensor
+
+from lightning_fp8.formats import MAX_SCALE, Format, compute_scale, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 
@@ -46,6 +48,10 @@ class Cast:
     def multiple(self) -> int:
         """What both sizes of the operand must be multiples of."""
         return SIZE_MULTIPLE[self.granularity]
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """The scale of values up to ``amax``, by :func:`~lightning_fp8.formats.compute_scale`; not that of ``1x32``."""
+        return compute_scale(amax, self.format.max, self.margin, self.power_of_two, self.max_scale)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_text", self._describe())

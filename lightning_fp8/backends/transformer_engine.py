@@ -27,7 +27,7 @@ from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.backends.transformer_engine_library import AttentionContext, Engine, linear_engine, load, uses
 from lightning_fp8.checks import check_flag, first_line
-from lightning_fp8.formats import compute_scale
+from lightning_fp8.formats import tells_scale
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.kernels.reference import amax_of, round_up
 from lightning_fp8.linear import Float8Linear, Float8State
@@ -247,11 +247,11 @@ class TransformerEngineState(Float8State):
         """
         cast = uses(self.scaling.recipe, ROLES[role])[0]
         amax = amax_of(x.detach())
-        scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(amax)
         if training:
             slot = self.slots[role].data
             scale = torch.where(slot[SCALE] > 0, slot[SCALE], scale)
-            telling = amax.isfinite() & (amax > 0)
+            telling = tells_scale(amax)
             for column in (SCALE, SCALE_TRANSPOSED):
                 slot[column].copy_(torch.where(telling, scale, slot[column]))
         (self.training_scales if training else self.evaluation_scales)[role].copy_(scale)

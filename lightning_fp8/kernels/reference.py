@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.casts import BLOCK_SIZES, Cast
-from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, compute_scale, quantize
+from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, quantize, tells_scale
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
 
@@ -95,7 +95,7 @@ def _cast_one(
     # Known without waiting on the CPU alone.
     finite = x.device.type == "cpu" and bool(amax.isfinite())
     if cast.granularity == "tensorwise":
-        scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(amax)
         if slot is not None and stored is not None:
             scale = _stored_scale(slot, stored, amax, scale)
         scale = scale.view(1, 1)
@@ -109,7 +109,7 @@ def _cast_one(
         decode = compute_e8m0_decode_scale(block_amax, cast.format)
         scale = 1 / decode
     else:
-        scale = compute_scale(block_amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(block_amax)
         decode = 1 / scale
     codes = quantize(blocks, scale, cast.format, finite).view(rows, columns)
     return codes, decode.view(decode_scale_shape(rows, columns, cast))
@@ -118,8 +118,7 @@ def _cast_one(
 def _stored_scale(slot: Tensor, column: int, amax: Tensor, from_data: Tensor) -> Tensor:
     """The scale in the slot; if unset (0), the data's, which is kept if the data can tell one."""
     scale = torch.where(slot[column] == 0, from_data, slot[column])
-    telling = amax.isfinite() & (amax > 0)
-    slot[column].copy_(torch.where(telling, scale, slot[column]))
+    slot[column].copy_(torch.where(tells_scale(amax), scale, slot[column]))
     return scale
 
 
