@@ -103,3 +103,8 @@ class OperandCasts:
 
     straight: Cast | None
     transposed: Cast | None
+
+    @property
+    def uses(self) -> tuple[Cast, ...]:
+        """Those of the two that are there, the straight one first."""
+        return tuple(cast for cast in (self.straight, self.transposed) if cast is not None)

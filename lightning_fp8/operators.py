@@ -92,16 +92,11 @@ def _check_operands(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [out] = [{weight.shape[0]}], got {list(bias.shape)}.")
-    uses = (*_pair(casts.input), *_pair(casts.weight), *_pair(casts.grad_output))
-    multiple = max(use.multiple for use in uses if use is not None)
+    multiple = max(cast.multiple for role in (casts.input, casts.weight, casts.grad_output) for cast in role.uses)
     if weight.shape[0] % multiple or weight.shape[1] % multiple:
         raise ValueError(
             f"The sizes of weight, {tuple(weight.shape)}, must be multiples of {multiple} under this recipe."
         )
-
-
-def _pair(casts: OperandCasts) -> tuple[Cast | None, Cast | None]:
-    return casts.straight, casts.transposed
 
 
 @torch.library.custom_op("lightning_fp8::scaled_linear_backward", mutates_args=())

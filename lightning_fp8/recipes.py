@@ -101,8 +101,7 @@ class Recipe:
     @property
     def size_multiple(self) -> int:
         """What a layer's in_features and out_features must be multiples of."""
-        uses = [cast for role in ROLES for cast in (self.casts[role].straight, self.casts[role].transposed)]
-        return max(cast.multiple for cast in uses if cast is not None)
+        return max(cast.multiple for role in ROLES for cast in self.casts[role].uses)
 
     def _cast_for(self, gemm: Gemm, role: Role) -> Cast | None:
         casts = self.casts[role]

@@ -207,14 +207,14 @@ def _why_not_recipe(recipe: Recipe) -> str | None:
             "torchao takes scales from the data, one for a tensor, a row or 32 values: use the tensorwise, rowwise, "
             "rowwise_gw_hp or mxfp8 recipe, or backend='native'."
         )
-    uses = [recipe.casts[role] for role in ROLES]
-    for role, use in zip(ROLES, uses, strict=True):
-        if use.straight and use.transposed and use.straight.format is not use.transposed.format:
+    for role in ROLES:
+        casts = recipe.casts[role].uses
+        if len({cast.format for cast in casts}) > 1:
             return f"torchao casts {role} to one format for both of its GEMMs: use another format or backend='native'."
-        for cast in (use.straight, use.transposed):
-            if cast is not None and cast.margin:
+        for cast in casts:
+            if cast.margin:
                 return "torchao knows no margin: use margin=0 or backend='native'."
-            if cast is not None and cast.granularity == "1x32" and cast.format.name != "e4m3":
+            if cast.granularity == "1x32" and cast.format.name != "e4m3":
                 return "torchao casts MX operands to E4M3 alone: use format='e4m3' or backend='native'."
     return None
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
 from lightning_fp8.backends.base import Backend, Runtime, Support
-from lightning_fp8.backends.transformer_engine_library import AttentionContext, Engine, linear_engine, load, uses
+from lightning_fp8.backends.transformer_engine_library import AttentionContext, Engine, linear_engine, load
 from lightning_fp8.checks import check_flag, first_line
 from lightning_fp8.formats import tells_scale
 from lightning_fp8.kernels.capability import Hardware
@@ -112,7 +112,7 @@ class TransformerEngineBackend(Backend):
                 "Transformer Engine has no such recipe: use delayed, static, tensorwise, blockwise or mxfp8, or "
                 "backend='native'."
             )
-        formats = {role: {use.format.name for use in uses(recipe, role)} for role in ROLES}
+        formats = {role: {use.format.name for use in recipe.casts[role].uses} for role in ROLES}
         if formats["input"] != {"e4m3"} or formats["weight"] != {"e4m3"} or len(formats["grad_output"]) != 1:
             return (
                 "Transformer Engine casts inputs and weights to E4M3, and gradients to one format for both GEMMs: use "
@@ -245,7 +245,7 @@ class TransformerEngineState(Float8State):
             role: its place in :data:`ROLES`.
             training: whether the table keeps the scale and prefers the one it has.
         """
-        cast = uses(self.scaling.recipe, ROLES[role])[0]
+        cast = self.scaling.recipe.casts[ROLES[role]].uses[0]
         amax = amax_of(x.detach())
         scale = cast.scale(amax)
         if training:
