@@ -171,10 +171,9 @@ def test_decode_scales_suit_cublas() -> None:
     x = torch.randn(256, 512, device=DEVICE)
     for straight, transposed in [*KINDS, ("1x128", "1x128"), ("128x128", "128x128"), ("1x32", "1x32")]:
         pair = Cast(E4M3, straight), Cast(E4M3, transposed)
-        outputs = kernels.cast(x, *pair, None, False)
-        for decode, (rows, columns), cast in zip(outputs[1::2], ((256, 512), (512, 256)), pair, strict=True):
+        operands = kernels.cast(x, *pair, None, False), kernels.empty_operands(x, 256, *pair)
+        for decode, like in zip(operands[0][1::2], operands[1][1::2], strict=True):
             assert decode.data_ptr() % 16 == 0
-            like = kernels.empty_decode_scale(x, rows, columns, cast)
             assert (decode.shape, decode.stride()) == (like.shape, like.stride())
 
 
