@@ -25,7 +25,7 @@ def cast(
 
 
 # Compiled graphs that are kept on disk must not outlive a change of the kernels. torch looks for kernels in the
-# function above alone, and finds none there.
+# function above alone, and finds none there. The table is private to torch: a test tells where it has moved.
 _kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_to_kernels", {})
 _kernels_of["lightning_fp8::triton_cast"] = [
     triton_stored.cast_stored,
