@@ -13,15 +13,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
+from lightning_fp8.amaxes import record_amax, record_gradient
 from lightning_fp8.backends.base import Backend, Support, why_emulate
 from lightning_fp8.casts import Cast
 from lightning_fp8.checks import first_line
 from lightning_fp8.kernels.capability import Hardware
-from lightning_fp8.kernels.reference import round_up
+from lightning_fp8.kernels.reference import pad_rows
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.recipes import ROLES, MXFP8Scaling, Recipe, RowwiseScaling, TensorwiseScaling
 from lightning_fp8.scaling import ScalingState
@@ -94,14 +93,11 @@ class TorchaoLinear(Float8Linear):
         x = x.to(out_dtype)
         bias = None if self.bias is None else self.bias.to(out_dtype)
         if rows == 0:
-            weight = self.weight.to(out_dtype)
-            return watched_linear(x, weight, bias, fp8.slots) if self.training else F.linear(x, weight, bias)
+            return self.multiply_uncast(x, self.weight.to(out_dtype), bias)
         if self.training:
             record_amax(x, fp8.slots[0])
             record_amax(self.weight, fp8.slots[1])
-        padding = round_up(rows, fp8.row_multiple) - rows
-        y = fp8.product(F.pad(x, (0, 0, 0, padding)) if padding else x, self.weight)
-        y = y.narrow(0, 0, rows)
+        y = fp8.product(pad_rows(x, fp8.row_multiple), self.weight).narrow(0, 0, rows)
         if self.training:
             y = record_gradient(y, fp8.slots[2])
         return y if bias is None else y + bias

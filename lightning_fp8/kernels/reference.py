@@ -20,6 +20,12 @@ def round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """``x``, a matrix, with rows of zeros added until their number is a multiple of ``multiple``."""
+    padding = round_up(x.shape[0], multiple) - x.shape[0]
+    return F.pad(x, (0, 0, 0, padding)) if padding else x
+
+
 def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
     """What the number of rows is padded to, so that the hardware takes the transposed operand."""
     if straight is None:
@@ -59,8 +65,7 @@ def cast(
         slot = slot.data
         if x.numel():  # Else there is nothing to see: an amax of zero would tell of values that are zero.
             slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
-    padding = round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]
-    padded = F.pad(x, (0, 0, 0, padding)) if padding else x
+    padded = pad_rows(x, row_multiple(straight, transposed))
     codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
     if _same_codes(straight, transposed, slot, stored):
         # A clone: contiguous() gives codes without rows back themselves, and an operator's outputs must not be views.
