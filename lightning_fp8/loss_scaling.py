@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fp8.clipping import are_mixed, local_parts
 from lightning_fp8.formats import MAX_SCALE, MIN_SCALE
-from lightning_fp8.optimizers import gradients_of
+from lightning_fp8.optimizers import gradients_of, parameters_of
 from lightning_fp8.ranks import local_values
 
 LossScale = Literal["dynamic"] | float
@@ -49,6 +50,18 @@ class LossScaler:
         self._unscaled: set[Optimizer] = set()
         self._used = False
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Look at what ``optimizer`` steps, before training.
+
+        Raises:
+            ValueError: the factor is dynamic, and some parameters are split otherwise than others.
+        """
+        if self.loss_scale == "dynamic" and are_mixed(parameters_of(optimizer)):
+            raise ValueError(
+                "torch's GradScaler does not take tensor-parallel parameters beside others: give a constant factor, "
+                "loss_scale=..., or use precision='bf16-mixed', which needs none."
+            )
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
         self._forget_dropped_gradients()
@@ -71,7 +84,7 @@ class LossScaler:
         elif self.loss_scale != "dynamic":
             gradients = gradients_of(optimizer)
             if gradients:
-                torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+                torch._foreach_mul_(local_parts(gradients), 1.0 / self.loss_scale)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer``, with its gradients unscaled."""

@@ -108,8 +108,7 @@ class Conversion:
         if self.step_pending:
             self.runtime.step(group)
             self.step_pending = False
-        if self.runtime.before_training is not None:
-            self.runtime.before_training()
+        self.runtime.before_training()
 
     def live_state(self) -> dict[str, Any]:
         """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""

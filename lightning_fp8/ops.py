@@ -18,6 +18,7 @@ from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.reference import round_up, row_multiple
 from lightning_fp8.recipes import Recipe
+from lightning_fp8.statistics import SCALE, SLOT_SIZE
 
 #: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
 GemmLibrary = Literal["torch", "fbgemm"]
@@ -212,7 +213,7 @@ class ScaledLinear(torch.autograd.Function):
         if need_grad_weight and x_casts.transposed is None:
             xt = x.to(out_dtype)
         if need_grad_input and casts.recompute_weight_cast:
-            wt, wt_decode = weight, weight.new_empty(0) if weight_slot is None else weight_slot.data.clone()
+            wt, wt_decode = weight, weight.new_empty(0) if weight_slot is None else _kept_scales(weight_slot, w_casts)
         ctx.save_for_backward(xt, xt_decode, wt, wt_decode)
         # Not saved for backward: they are changed in place by every forward and backward in between.
         ctx.grad_slot = grad_slot
@@ -277,6 +278,14 @@ def linear_gradients(
         pair = _both(g_casts.transposed, casts.input.transposed)
         grad_weight = scaled_mm(gt, xt, gt_decode, xt_decode, pair, weight_dtype, gemm=casts.gemm)
     return grad_input, grad_weight
+
+
+def _kept_scales(slot: Tensor, casts: OperandCasts) -> Tensor:
+    """A slot for backward's cast of the weight, with the scales as this forward has left them."""
+    if casts.straight == casts.transposed:
+        # Forward has set the straight scale, and not yet the other one before the first step.
+        return slot.data[SCALE].expand(SLOT_SIZE).clone()
+    return slot.data.clone()
 
 
 def _both(left: Cast | None, right: Cast | None) -> tuple[Cast, Cast]:

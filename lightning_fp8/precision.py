@@ -13,11 +13,14 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fp8.backends import Backend
+from lightning_fp8.clipping import are_mixed, clip_by_norm, clip_by_value
 from lightning_fp8.loss_scaling import LossScale
 from lightning_fp8.model import Conversion, conversions, use_saved_layers
+from lightning_fp8.optimizers import gradients_of
 from lightning_fp8.policy import Precision
 from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe
@@ -156,6 +159,8 @@ class TrainerPrecision:
         """Look at the optimizers before training, and leave behind what an interrupted run left half done."""
         for optimizer in optimizers:
             check_optimizer(optimizer)
+            if self.settings.loss_scaler is not None:
+                self.settings.loss_scaler.check(optimizer)
         self._rng_of_first_step = None
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.begin()
@@ -227,6 +232,20 @@ class TrainerPrecision:
             # What users hold is Lightning's wrapper of the optimizer that steps.
             self.settings.loss_scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
         super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the norm of all gradients, also of tensor-parallel parameters beside whole ones."""
+        if are_mixed(gradients_of(optimizer)):
+            clip_by_norm(optimizer, clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each value, also of tensor-parallel parameters beside whole ones."""
+        if any(isinstance(gradient, DTensor) for gradient in gradients_of(optimizer)):
+            clip_by_value(optimizer, clip_val)
+        else:
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
 
     # --- checkpoints
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
@@ -70,8 +72,8 @@ def shard(
         autocast_only: FP8 under ``torch.autocast`` only.
         tensor_parallel: styles by module name, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them;
             for FP8 layers those of :mod:`lightning_fp8.comm.tensor_parallel`.
-        blocks: names of the modules to shard one by one; by default the children of the largest ``ModuleList`` or
-            ``Sequential`` that holds linear layers.
+        blocks: names of the modules to shard one by one, those within others first, whatever their order here; by
+            default the children of the largest ``ModuleList`` or ``Sequential`` that holds linear layers.
         activation_checkpointing: keep only each block's input, and compute the block again in backward.
         compile: compile each block, as :func:`lightning_fp8.compile` does; a mapping holds ``nn.Module.compile``'s
             arguments, and ``recompute``.
@@ -86,7 +88,8 @@ def shard(
         ``module`` itself.
 
     Raises:
-        ValueError: a setting, the mesh or a name does not fit; or a part of the module is sharded already.
+        ValueError: a setting, the mesh or a name does not fit, blocks share a parameter, or a part of the module is
+            sharded already. Nothing is changed then. (What a tensor-parallel style refuses is seen as it is applied.)
     """
     if isinstance(module, FSDPModule):
         return module
@@ -102,6 +105,8 @@ def shard(
     _check(module, mesh, tensor_mesh, tensor_parallel, backend)
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
+    if data_mesh is not None:
+        _refuse_shared_parameters(module, names)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     convert_model(
         module,
@@ -145,7 +150,7 @@ def shard(
 
 
 def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The data-parallel and the tensor-parallel part of ``mesh``; a part of one rank is none.
+    """The data-parallel and the tensor-parallel part of ``mesh``; beside the other a part of one rank is none.
 
     Raises:
         ValueError: the dimensions are more, or otherwise named, than they can be.
@@ -163,10 +168,10 @@ def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]
     tensor_mesh = mesh[of_tensors[0]] if mesh.ndim > 1 else mesh
     data_mesh = mesh[of_data] if of_data else None
     # Lightning's mesh has both dimensions always.
-    return (
-        data_mesh if data_mesh is not None and data_mesh.size() > 1 else None,
-        tensor_mesh if tensor_mesh.size() > 1 else None,
-    )
+    if tensor_mesh.size() == 1:
+        # One rank shards with nobody, but its checkpoints are those of sharded models.
+        return data_mesh, None
+    return data_mesh if data_mesh is not None and data_mesh.size() > 1 else None, tensor_mesh
 
 
 def _check(
@@ -193,6 +198,12 @@ def _check(
             f"Tensor-parallel styles need a mesh with a dimension {TENSOR_PARALLEL_NAMES[0]!r} of more than one rank; "
             f"got {mesh.mesh_dim_names} of {tuple(mesh.shape)}."
         )
+    for pattern in tensor_parallel or ():
+        if not any(_fits(name, pattern) for name, _ in module.named_modules(remove_duplicate=False)):
+            raise ValueError(
+                f"The tensor-parallel style for {pattern!r} fits no module of {type(module).__name__}, which has "
+                f"{_names_in_short(module)}: each part of a pattern between dots stands for one part of a name."
+            )
     if tensor_mesh is not None and not tensor_parallel:
         # Else these ranks would all train the same whole model, and nobody would know.
         raise ValueError(
@@ -207,8 +218,21 @@ def _check(
         )
 
 
+def _fits(name: str, pattern: str) -> bool:
+    """Whether ``parallelize_module`` takes the module called ``name`` for one that ``pattern`` means."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+
+
+def _names_in_short(module: nn.Module, most: int = 20) -> str:
+    """Names of the modules in ``module``, with a star for the numbers that repeat them."""
+    names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in module.named_modules() if name))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
 def _block_names(module: nn.Module, blocks: Sequence[str] | None) -> list[str]:
-    """Names of the modules to shard one by one.
+    """Names of the modules to shard one by one, the inner ones first, as ``fully_shard`` wants it.
 
     Raises:
         ValueError: ``module`` has no module of that name.
@@ -219,4 +243,29 @@ def _block_names(module: nn.Module, blocks: Sequence[str] | None) -> list[str]:
     unknown = [name for name in blocks if name not in known or not name]
     if unknown:
         raise ValueError(f"There are no modules {', '.join(map(repr, unknown))} in {type(module).__name__} to shard.")
-    return list(blocks)
+    return sorted(dict.fromkeys(blocks), key=lambda name: -name.count("."))
+
+
+def _refuse_shared_parameters(module: nn.Module, blocks: Sequence[str]) -> None:
+    """FSDP2 shards a parameter with one block.
+
+    Raises:
+        ValueError: modules in several of ``blocks``, or in one and in none, share a parameter.
+    """
+    block_of: dict[int, str] = {}
+    for block in blocks:
+        for part in module.get_submodule(block).modules():
+            block_of.setdefault(id(part), block)
+    owners: dict[int, dict[str, str]] = {}
+    for name, part in module.named_modules():
+        for full_name, parameter in part.named_parameters(name, recurse=False):
+            owners.setdefault(id(parameter), {})[block_of.get(id(part), "")] = full_name
+    for shared in owners.values():
+        if len(shared) > 1:
+            where = " and ".join(
+                f"{name!r} ({f'block {block!r}' if block else 'in no block'})" for block, name in shared.items()
+            )
+            raise ValueError(
+                f"{where} are one parameter, and FSDP2 shards each parameter with one block: give blocks=[...] such "
+                "that both lie in the same block or in none, or do not tie them."
+            )

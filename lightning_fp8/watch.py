@@ -30,8 +30,9 @@ class Watch:
     def __init__(self, layers: Mapping[str, nn.Module], device: torch.device | str) -> None:
         self.table = StatisticsTable(layers, device)
         self._handles = [
+            # Ahead of FSDP2's own hook, which frees the weight of a layer that is sharded by itself.
             layer.register_forward_hook(
-                _RecordOperands(tuple(self.table.slot(row, role) for role in ROLES)), with_kwargs=True
+                _RecordOperands(tuple(self.table.slot(row, role) for role in ROLES)), with_kwargs=True, prepend=True
             )
             for row, layer in enumerate(layers.values())
         ]

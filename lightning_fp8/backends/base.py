@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,22 @@ class Support(NamedTuple):
     reason: str
 
 
+class GatheredWeights(Protocol):
+    """What scales weights that are gathered in FP8, beside the layers' own scales."""
+
+    def before_training(self) -> None:
+        """A training step begins."""
+
+    def weights_changed(self) -> None:
+        """The weights may be others now."""
+
+    def note(self) -> None:
+        """Enter what the step has left so far into the layers' own statistics."""
+
+    def close(self) -> None:
+        """Another takes its place."""
+
+
 class Runtime:
     """The converted layers of one model at work: their statistics, their step and their state.
 
@@ -44,7 +60,7 @@ class Runtime:
         forward_context: makes what surrounds forward and loss.
 
     Attributes:
-        before_training: called as a training step begins.
+        gathered: the scales of weights that are gathered in FP8, where that is done.
     """
 
     def __init__(
@@ -53,10 +69,17 @@ class Runtime:
         states: Sequence[Float8State],
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.scaling = scaling
+        self._scaling = scaling
         self.states = states
         self.forward_context = forward_context
-        self.before_training: Callable[[], None] | None = None
+        self.gathered: GatheredWeights | None = None
+
+    @property
+    def scaling(self) -> ScalingState:
+        """The layers' scales and statistics, up to date."""
+        if self.gathered is not None:
+            self.gathered.note()
+        return self._scaling
 
     @property
     def table(self) -> StatisticsTable:
@@ -82,8 +105,15 @@ class Runtime:
         """Give every rank the window's largest amaxes of all; every rank of ``group`` must call."""
         self.scaling.share_amaxes(group)
 
+    def before_training(self) -> None:
+        """A training step begins."""
+        if self.gathered is not None:
+            self.gathered.before_training()
+
     def weights_changed(self) -> None:
         """An optimizer step has completed: what was cast from the weights before is void."""
+        if self.gathered is not None:
+            self.gathered.weights_changed()
 
     def discard(self, rejected: Tensor | bool = True) -> None:
         """Forget what the running step left in the scale state, if ``rejected`` (a bool tensor costs no host read)."""
@@ -91,8 +121,9 @@ class Runtime:
 
     def set_enabled(self, names: list[str], enabled: bool) -> None:
         """Switch the layers called ``names`` to high precision, or back to FP8."""
+        rows = self.table.names
         for name in names:
-            self.states[self.table.names.index(name)].enabled = enabled
+            self.states[rows.index(name)].enabled = enabled
 
     def live_state(self) -> dict[str, Any]:
         """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""

@@ -164,6 +164,7 @@ class TransformerEngineRuntime(Runtime):
             state.cold = state.cold and not state.ran
 
     def weights_changed(self) -> None:
+        super().weights_changed()
         for state in self.states:
             state.cast_weight = None
 

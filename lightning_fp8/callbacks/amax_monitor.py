@@ -16,6 +16,7 @@ from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.casts import Cast
 from lightning_fp8.checks import as_patterns, check_flag, check_number
 from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
+from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES, Recipe, StaticScaling, get_recipe
 from lightning_fp8.report.colors import color_range, heat_map
 from lightning_fp8.statistics import SLOT_SIZE
@@ -273,7 +274,8 @@ class OperandStatistics:
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         for index, row in enumerate(self._rows):
             layer = self._telemetry.layers[self._telemetry.names[row]]
-            handle = layer.register_forward_hook(self._hook(index), with_kwargs=True)
+            # Ahead of FSDP2's own hook, which frees the weight of a layer that is sharded by itself.
+            handle = layer.register_forward_hook(self._hook(index), with_kwargs=True, prepend=True)
             self._stack.callback(handle.remove)
 
     def end(self) -> None:
@@ -297,6 +299,7 @@ class OperandStatistics:
 
     def _note(self, index: int, column: int, x: Tensor) -> None:
         row, role = self._rows[index], ROLES[column]
+        x = local_values(x)
         if x.is_nested or not x.numel():
             return
         recipe = self._telemetry.recipes[row]

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
-from lightning_fp8.comm.ddp import FP8GradientState, fp8_gradient_hook
-from lightning_fp8.comm.fsdp import FSDPCommunication, communicate_fsdp_in_fp8, fsdp_modules, shard_ranks
+from lightning_fp8.comm.ddp import FP8GradientState, check_gradients, fp8_gradient_hook
+from lightning_fp8.comm.fsdp import FSDPCommunication, communicate_fsdp_in_fp8, fsdp_modules
 from lightning_fp8.comm.fsdp1 import fp8_shard_hook
-from lightning_fp8.comm.fsdp_weights import local_numel, managed_parameters
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.comm.shards import local_numel, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.formats import get_format
 from lightning_fp8.optimizers import gradients_of
@@ -201,6 +201,7 @@ class FP8Communication(Callback):
     # --- installation
 
     def _install_ddp(self, model: DistributedDataParallel, group: Any, min_numel: int) -> None:
+        check_gradients(model.module)
         self._gradients = FP8GradientState(
             group,
             codec=self.codec,

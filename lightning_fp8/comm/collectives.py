@@ -26,6 +26,9 @@ from lightning_fp8.comm.codec import BF16Codec, BlockCodec, clear_tags
 from lightning_fp8.comm.handle import Handle, Waitable, WorkList
 from lightning_fp8.comm.traffic import Traffic
 
+#: What can be sent.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _BF16 = BF16Codec()
 _BF16_BYTES = 2
 # Between CPUs an all-reduce goes in segments of this many values per rank, so that casts and wire overlap.
@@ -418,7 +421,7 @@ def _empty_messages(rows: int, message_bytes: int, like: Tensor) -> Tensor:
 
 def _check(*tensors: Tensor) -> None:
     for tensor in tensors:
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype not in DTYPES:
             raise ValueError(f"FP8 collectives take fp32, bf16 and fp16 tensors, not {tensor.dtype}.")
         if not tensor.is_contiguous():
             raise ValueError("FP8 collectives take contiguous tensors: call .contiguous() first.")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_fp8.comm.codec import BlockCodec
-from lightning_fp8.comm.collectives import FP8Collectives
+from lightning_fp8.comm.collectives import DTYPES, FP8Collectives
 from lightning_fp8.comm.handle import Handle
 from lightning_fp8.comm.traffic import Traffic
 
@@ -31,6 +31,26 @@ def fp8_gradient_hook(state: "FP8GradientState", bucket: dist.GradBucket) -> tor
         ValueError: the bucket holds sparse gradients, or gradients that are not fp32, bf16 or fp16.
     """
     return state.reduce(bucket)
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Look, before training, whether the gradients of ``model`` can go in FP8, as far as its modules tell.
+
+    Raises:
+        ValueError: a parameter is not fp32, bf16 or fp16, or an embedding gives sparse gradients.
+    """
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(name, recurse=False):
+            if parameter.requires_grad and parameter.dtype not in DTYPES:
+                raise ValueError(
+                    f"The gradient of {parameter_name!r} cannot be sent in FP8, for it is {parameter.dtype}: make the "
+                    "parameter fp32, bf16 or fp16, or leave FP8Communication out."
+                )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"The sparse gradients of {name!r} cannot be sent in FP8: make them dense (sparse=False), or leave "
+                "FP8Communication out."
+            )
 
 
 class FP8GradientState:

@@ -6,18 +6,19 @@ The hooks are not recursive: every FSDP module is given its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
-from lightning_fp8.comm.fsdp_weights import FP8AllGather, GatheredScales, has_one_scale, managed_parameters
+from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale
+from lightning_fp8.comm.shards import is_replicated, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
+from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.model import conversions
 
@@ -91,25 +92,16 @@ def communicate_fsdp_in_fp8(
     if param:
         scales = GatheredScales(modules, [layer for layer in layers if has_one_scale(layer)])
         for conversion in conversions(model):
-            conversion.runtime.before_training = scales.before_training
-        modules[0].register_forward_pre_hook(_before_training(scales), prepend=True)
+            if conversion.runtime.gathered is not None:
+                conversion.runtime.gathered.close()
+            conversion.runtime.gathered = scales
         # Parents come first: the first that gathers anything is gathered first in a forward.
         leader = next(module for module in modules if managed_parameters(module))
         for module in modules:
             gather = FP8AllGather(module, layers, scales, module is leader, codec, min_numel, param_traffic)
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
-    return FSDPCommunication(reduce_scatters, all_gathers, any(_is_replicated(p) for p in model.parameters()))
-
-
-def _before_training(scales: GatheredScales) -> Callable[[nn.Module, Any], None]:
-    """For training without a Trainer: ahead of FSDP's own hook, which would take weights as it finds them."""
-
-    def hook(module: nn.Module, args: Any) -> None:
-        if module.training:
-            scales.before_training()
-
-    return hook
+    return FSDPCommunication(reduce_scatters, all_gathers, any(is_replicated(p) for p in model.parameters()))
 
 
 def _gatherable(model: nn.Module) -> list[Float8Linear]:
@@ -125,14 +117,3 @@ def _gatherable(model: nn.Module) -> list[Float8Linear]:
         and shard_ranks(layer.weight) > 1
         and uses[id(layer.weight)] == 1
     ]
-
-
-def shard_ranks(parameter: Tensor) -> int:
-    """How many ranks share the shards of a parameter that FSDP2 sharded."""
-    sharded = cast(DTensor, parameter)
-    return sharded.device_mesh.size(1 if _is_replicated(parameter) else 0)
-
-
-def _is_replicated(parameter: Tensor) -> bool:
-    """Whether FSDP shards over the second dimension of its mesh, and replicates over the first."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
-from lightning_fp8.comm.fsdp_weights import managed_parameters, padded_shard_shape
 from lightning_fp8.comm.links import NEVER
+from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
 from lightning_fp8.comm.traffic import Traffic
 
 

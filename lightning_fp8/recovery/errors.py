@@ -6,8 +6,9 @@ from __future__ import annotations
 class SkipBatchException(Exception):
     """Raise it in ``training_step`` to leave a batch out.
 
-    On one device, or on all ranks at once. Where only some ranks can tell that their data is bad, return
-    ``recovery.reject(loss)`` instead.
+    On one device, on all ranks at once, or on any ranks under DDP if nothing that follows in ``training_step`` talks to
+    other ranks (``self.log(..., sync_dist=True)`` does, and they would wait for this one). Elsewhere return
+    ``recovery.reject(loss)``.
     """
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_checks import relative_error
 from rank_checks import device, same_on_all_ranks
 from shard_models import (
@@ -30,8 +31,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fp8
-from lightning_fp8 import LayerSelection
+from lightning_fp8 import DelayedScaling, LayerSelection
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
+from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import AMAX, SCALE
 from lightning_fp8.tuning import choice
@@ -77,6 +79,86 @@ def shards_may_be_empty(rank: int, world: int) -> None:
     assert losses(fp8) == expected
     assert_same_weights(plain, fp8)
     assert losses(both) == pytest.approx(expected, rel=0.05)
+
+
+class Experts(nn.Module):
+    """Of its layers one runs a call. The others get gradients of zero, for ranks reduce what they hold alike."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        rest = sum(p.sum() for index, layer in enumerate(self.layers) for p in layer.parameters() if index != which)
+        return self.layers[which](x) + 0 * rest
+
+
+class Branches(nn.Module):
+    """A block that runs now and then, gathered first where it does, and experts, of which each rank may use its own."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width), Experts(width)])
+
+    def forward(self, x: torch.Tensor, step: int, which: int) -> torch.Tensor:
+        if step % 3 != 1:
+            x = x + self.blocks[0](x)
+        return self.blocks[2](torch.tanh(self.blocks[1](x)), which)
+
+
+def train_branches(model: nn.Module, which, accumulate: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses, and the statistics as each optimizer step finds them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses, tables = [], []
+    for step in range(6):
+        for part in range(accumulate):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+            x = torch.randn(16, 48, generator=generator).to(device())
+            loss = (model(x, step, which(step + part)) - x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        tables.append(statistics(model).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        lightning_fp8.step(model)
+    return losses, [*tables, statistics(model)]
+
+
+def layers_that_do_not_run_leave_no_trace(rank: int, world: int) -> None:
+    everywhere, somewhere = (lambda step: step % 3), (lambda step: 0 if rank else step % 2)
+    averaged = DelayedScaling(smoothing=0.5, amax_compute_algo="most_recent")
+    for recipe, which, accumulate, frozen, options in (
+        ("delayed", everywhere, 1, False, {}),
+        ("delayed", somewhere, 2, True, {}),
+        (averaged, somewhere, 1, False, {}),
+        ("tensorwise", everywhere, 1, False, {"reshard_after_forward": True}),
+    ):
+        how = {"recipe": recipe, "layers": LayerSelection(head=True), **options}
+        plain, fp8 = (sharded(Branches(), param=param, **how) for param in ("bf16", "fp8"))
+        assert len(fp8_layers(fp8)) == 5
+        for model in (plain, fp8):
+            model.blocks[0].train(not frozen)
+        (before, expected), (after, found) = (train_branches(model, which, accumulate) for model in (plain, fp8))
+        assert before == after, recipe
+        for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+            assert torch.equal(a, b), (recipe, step)  # Each rank knows what its own layers saw until the step ends.
+        assert_same_weights(plain, fp8)
+
+
+def ranks_agree_on_scales_that_each_keeps_for_itself(rank: int, world: int) -> None:
+    recipe = DelayedScaling(reduce_amax=False)
+    model = sharded(Branches(), param="fp8", recipe=recipe, layers=LayerSelection(head=True))
+    train_branches(model, lambda step: 0 if rank else step % 2)
+    with torch.no_grad():
+        for parameter in model.blocks[2].parameters():
+            parameter.mul_(0.1)  # Far from the scales that rank 0 has noted; those that rank 1 lacks fit.
+    assert not same_on_all_ranks(statistics(model)[:, 1])
+    exact = Branches().to(device())
+    exact.load_state_dict(weights(model))
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(3)).to(device())
+    errors = [relative_error(model(x, 0, which), exact(x, 0, which).double()) for which in range(3)]
+    assert max(errors) < 0.1, errors
 
 
 def so_do_weights_gathered_under_other_settings(rank: int, world: int) -> None:
@@ -374,11 +456,39 @@ def mistakes_are_named(rank: int, world: int) -> None:
         sharded(fresh, blocks=["nowhere"])
     with pytest.raises(ValueError, match="Transformer Engine"):
         sharded(fresh, backend="transformer_engine")
-    assert not conversions(fresh)
+    plan = {"blocks.*.up": ColwiseParallel(), "block.*.down": RowwiseParallel()}
+    known = r"'embedding', 'blocks', 'blocks\.\*', 'blocks\.\*\.norm', 'blocks\.\*\.up'"
+    with pytest.raises(ValueError, match=rf"'block\.\*\.down' fits no module of Decoder, which has {known}"):
+        lightning_fp8.shard(make(hidden=192), tensor_mesh, tensor_parallel=plan)
+    fresh.blocks[1].up.weight = fresh.blocks[0].up.weight
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.weight' \(block 'blocks\.0'\) and .* are one parameter"):
+        sharded(fresh)
+    fresh.head.weight = fresh.embedding.weight
+    with pytest.raises(ValueError, match=r"'head\.weight' \(block 'head'\).*are one parameter"):
+        sharded(fresh, blocks=["head"])
+    assert not conversions(fresh) and not any(isinstance(p, DTensor) for p in fresh.parameters())
+
+
+def ties_within_a_block_or_outside_of_all_are_kept(rank: int, world: int) -> None:
+    model = make()
+    model.blocks[0].norm.weight = model.blocks[0].down.bias
+    model.head.weight = model.embedding.weight
+    train(sharded(model, param="fp8"))
+    assert model.head.weight is model.embedding.weight and model.blocks[0].norm.weight is model.blocks[0].down.bias
+
+
+def blocks_may_be_named_in_any_order(rank: int, world: int) -> None:
+    names = ["blocks.0", "blocks.0.up", "blocks.1.up", "blocks.1", "blocks.0"]
+    models = [sharded(blocks=blocks, activation_checkpointing=True) for blocks in (names, sorted(names)[::-1])]
+    assert train(models[0]) == train(models[1]) == train(sharded())
+    for model in models:
+        assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
 
 
 CHECKS = [
     weights_gathered_in_fp8_change_no_result,
+    layers_that_do_not_run_leave_no_trace,
+    ranks_agree_on_scales_that_each_keeps_for_itself,
     so_do_weights_gathered_under_other_settings,
     finer_scales_go_in_blocks,
     sharded_compute_is_unsharded_compute,
@@ -400,4 +510,6 @@ CHECKS = [
     auto_knows_that_blocks_will_be_compiled,
     layers_take_and_give_high_precision,
     mistakes_are_named,
+    ties_within_a_block_or_outside_of_all_are_kept,
+    blocks_may_be_named_in_any_order,
 ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from rank_checks import device, folder, same_on_all_ranks
 from shard_models import VOCABULARY, Decoder
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
+from lightning_fp8 import AmaxMonitor, FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
 from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -260,6 +261,62 @@ def fsdp2_trains_and_resumes(rank: int, world: int) -> None:
         assert isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local())
 
 
+class TwoStepsABatch(Sharded):
+    """Its weights change within a training step, whose forward is one within another; FP8 layers beside the blocks."""
+
+    automatic_optimization = False
+
+    def __init__(self, shard: dict[str, Any]) -> None:
+        super().__init__(shard)
+        self.last = torch.nn.Linear(48, 48)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.net.embedding(text)
+        for block in self.net.blocks:
+            x = block(x)
+        return self.net.head(self.last(x))
+
+    def loss(self, text: Tensor) -> Tensor:
+        return F.cross_entropy(self(text).float().flatten(0, 1), text.flatten().roll(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach().clone())
+
+
+def scales_fit_weights_that_change_within_a_step(rank: int, world: int) -> None:
+    for recipe in ("delayed", "tensorwise"):
+        losses, tables = [], []
+        for param in ("bf16", "fp8"):
+            model = TwoStepsABatch({"param": param, "min_numel": 0})
+            plugin = FP8Precision(recipe, layers=LayerSelection(head=True))
+            run = trainer(model_parallel(), plugin, limit_train_batches=2, val_check_interval=1)
+            run.fit(model, data(), data(1))
+            losses.append(torch.stack(model.losses))
+            tables.append(plugin.conversions[0].runtime.table.data)
+        assert len(plugin.conversions[0].converted) == 5 and len(losses[0]) == 4
+        assert torch.equal(*losses) and torch.equal(*tables), recipe
+
+
+def sharded_models_save(rank: int, world: int) -> None:
+    run = fit(Sharded({"param": "fp8", "min_numel": 0}), model_parallel())
+    run.save_checkpoint(folder() / f"from-{world}")
+
+
+def one_rank_loads_what_others_saved(rank: int, world: int) -> None:
+    for saved_by in (1, 2):
+        model = Sharded({"param": "fp8", "min_numel": 0})
+        run = fit(model, model_parallel(), max_epochs=2, ckpt_path=folder() / f"from-{saved_by}")
+        assert isinstance(model, FSDPModule) and isinstance(model.net.head.weight, DTensor)
+        assert run.global_step == 8 and len(model.losses) == 4  # The data are as many on each rank.
+        assert torch.stack(model.losses).isfinite().all()
+
+
 def true_bf16_trains_sharded(rank: int, world: int) -> None:
     # New tensors are bf16 by default then; scales and statistics are not.
     losses = {}
@@ -272,15 +329,62 @@ def true_bf16_trains_sharded(rank: int, world: int) -> None:
     assert losses["bf16"] == losses["fp8"]
 
 
+def constant() -> FP8Precision:
+    return FP8Precision(layers=LayerSelection(), loss_scale=8.0)
+
+
 def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     plan = {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()}
     model = Sharded({"tensor_parallel": plan}, hidden=192)
     communication = FP8Communication(min_numel=0)
-    fit(model, model_parallel(2), callbacks=[communication] if world > 2 else [])
+    # Split parameters beside whole ones, as torch takes neither in clipping nor in unscaling.
+    fit(
+        model, model_parallel(2), plugin=constant(), callbacks=[communication] if world > 2 else [], gradient_clip_val=1
+    )
     losses = torch.stack(model.losses)
     assert len(losses) == 8 and (losses < 10).all()
     pair = dist.new_group([0, 1]), dist.new_group([2, 3]) if world > 2 else None
     assert same_on_all_ranks(losses, pair[rank // 2])
+
+
+class Keep(Logger):
+    name, version = "keep", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.setdefault(step or 0, {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def statistics_are_those_of_weights_as_layers_use_them(rank: int, world: int) -> None:
+    """Where the layers themselves are sharded, one by one, and where each rank holds a part."""
+    names = [f"net.{name}" for name in ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head")]
+    plan = {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()}
+    lines = {}
+    for how, model, strategy in (
+        ("whole", Module(hidden=64), ddp()),
+        ("shards", Sharded({"blocks": names}, hidden=64), model_parallel()),
+        ("parts", Sharded({"tensor_parallel": plan}, hidden=64), model_parallel(2)),
+    ):
+        with torch.no_grad():
+            for name in names:
+                model.get_submodule(name).weight[-1].mul_(4)  # Which the first rank does not hold.
+        keep = Keep()
+        monitor = AmaxMonitor(1, statistics_every_n_steps=1, what_if=["tensorwise"])
+        fit(model, strategy, callbacks=[monitor], logger=keep, max_epochs=1, limit_train_batches=1)
+        lines[how] = keep.lines.get(0, {})
+    if rank == 0:  # It alone logs.
+        for name in names:
+            for statistic in ("weight/amax", "weight/tensorwise/mse"):
+                key = f"fp8/{name}/{statistic}"
+                # Gathered in bf16.
+                assert lines["shards"][key] == pytest.approx(lines["whole"][key], rel=0.05), key
+                assert lines["parts"][key] > 0
 
 
 def recovery_surrounds_sharded_steps(rank: int, world: int) -> None:
@@ -331,6 +435,18 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
     for strategy, options, plugin, message in cases:
         with pytest.raises(ValueError, match=message):
             fit(Sharded({}), strategy, plugin=plugin, callbacks=[FP8Communication(**options)])
+    for change, message in (
+        (lambda net: net.head.double(), r"gradient of 'net\.head\.weight' cannot be sent.*float64"),
+        (lambda net: setattr(net.embedding, "sparse", True), r"sparse gradients of 'net\.embedding'"),
+    ):
+        model = Module()
+        change(model.net)
+        with pytest.raises(ValueError, match=message):
+            fit(model, ddp(), callbacks=[FP8Communication(min_numel=0)])
+        assert not model.losses
+    split = Sharded({"tensor_parallel": {"net.blocks.*.up": ColwiseParallel()}}, hidden=64)
+    with pytest.raises(ValueError, match="GradScaler does not take tensor-parallel parameters beside others"):
+        fit(split, model_parallel(2), plugin=FP8Precision(layers=LayerSelection(), precision="16-mixed"))
     with pytest.raises(ValueError, match="FP8FSDPPrecision runs under FSDPStrategy only"):
         fit(Module(), ddp(), plugin=FP8FSDPPrecision())
     with pytest.raises(TypeError, match="FP8FSDPPrecision"):
@@ -340,6 +456,8 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
 warnings.simplefilter("ignore")
 
 CHECKS = [
+    scales_fit_weights_that_change_within_a_step,
+    sharded_models_save,
     ddp_really_sends_fp8,
     a_link_too_fast_for_fp8_changes_nothing,
     a_model_without_fp8_layers_trains,
@@ -349,6 +467,7 @@ CHECKS = [
     fsdp2_trains_and_resumes,
     true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
+    statistics_are_those_of_weights_as_layers_use_them,
     recovery_surrounds_sharded_steps,
     giving_up_where_others_wait_is_an_error,
     unconverted_shards_are_refused,

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, StaticScaling
+from lightning_fp8.clipping import clip_by_norm, clip_by_value
 from lightning_fp8.comm import Traffic
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from lightning_fp8.statistics import AMAX
@@ -188,7 +189,38 @@ def parts_without_shards_train(rank: int, world: int) -> None:
     assert losses[-1] < 20 and same_on_all_ranks(torch.tensor(losses))
 
 
+def gradients_of_parts_are_clipped_as_those_of_the_whole(rank: int, world: int) -> None:
+    """Some are split, some summed up later, and some whole."""
+
+    def gradients(model: Net, x: Tensor, clip) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(x).square().sum().backward()
+        clip(optimizer)
+        return [whole(p.grad) for p in model.parameters()]
+
+    def alone_by(clip):
+        return lambda optimizer: clip(optimizer.param_groups[0]["params"])
+
+    torch_norm = alone_by(lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+    torch_value = alone_by(lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.05))
+    x = tokens(requires_grad=False)
+    for expected_by, clip in (
+        (torch_norm, lambda optimizer: clip_by_norm(optimizer, 0.5)),
+        (torch_value, lambda optimizer: clip_by_value(optimizer, 0.05)),
+    ):
+        expected = gradients(net(StaticScaling(16.0)), x, expected_by)
+        plain = parallelize_module(
+            net(StaticScaling(16.0)), mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        sequence = parallelize_module(net(StaticScaling(16.0)), mesh(), sequence_plan(all_gather="bf16"))
+        for model, part in ((plain, x), (sequence, x.chunk(world, 1)[rank])):
+            found = gradients(model, part, clip)
+            assert all(relative_error(b, a.double()) < 2e-2 for a, b in zip(expected, found, strict=True))
+            assert all(same_on_all_ranks(gradient) for gradient in found)
+
+
 CHECKS = [
+    gradients_of_parts_are_clipped_as_those_of_the_whole,
     parts_make_the_whole,
     sequences_are_gathered_in_fp8,
     small_gathers_go_as_they_are,

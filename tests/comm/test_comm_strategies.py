@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Communication, FP8FSDPPrecision, FP8Precision
 
+SHARED = tempfile.TemporaryDirectory()
+
 
 @functools.cache
 def run_once(world_size: int, backend: str = "gloo") -> dict[str, list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_checks(CHECKS, world_size, timeout=60.0, backend=backend, folder=folder)
+    folder = tempfile.mkdtemp(dir=SHARED.name) if backend == "nccl" else SHARED.name
+    return run_checks(CHECKS, world_size, timeout=60.0, backend=backend, folder=folder)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -36,6 +38,13 @@ def test_strategies_over_nccl(world_size: int, check) -> None:
         pytest.skip(f"needs {world_size} GPUs")
     failures = run_once(world_size, "nccl")[check.__name__]
     assert not failures, "\n".join(failures)
+
+
+def test_checkpoints_move_to_one_rank() -> None:
+    run_once(2)  # They have saved one.
+    checks = [strategy_checks.sharded_models_save, strategy_checks.one_rank_loads_what_others_saved]
+    for failures in run_checks(checks, 1, timeout=60.0, folder=SHARED.name).values():
+        assert not failures, "\n".join(failures)
 
 
 def test_settings_are_checked() -> None:
