@@ -63,7 +63,6 @@ class FP8GradientState:
         error_feedback: keep what rounding takes away from each gradient and add it to the next one (one more tensor of
             the gradients' size and dtype). Call :meth:`drop_residuals` when a step is skipped.
         traffic: counts the bytes.
-        seed: for stochastic rounding.
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class FP8GradientState:
         min_numel: int = 0,
         error_feedback: bool = False,
         traffic: Traffic | None = None,
-        seed: int = 0,
     ) -> None:
-        self.collectives = FP8Collectives(process_group, codec, min_numel, traffic, seed)
+        self.collectives = FP8Collectives(process_group, codec, min_numel, traffic)
         self.error_feedback = error_feedback
         # By parameter, because DDP rebuilds its buckets after the first step. Flat, in the gradient's memory order.
         self._residuals: dict[Tensor, Tensor] = {}
