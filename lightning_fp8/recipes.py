@@ -15,8 +15,7 @@ Every operand enters two of them: once *straight* (contracted over its last dime
     weight       output         grad_input
     grad_output  grad_input     grad_weight
 
-A recipe is plain data: one :class:`~lightning_fp8.casts.Cast` for each of these six uses, and where their scales come
-from.
+A recipe is plain data: one :class:`~.casts.Cast` for each of these six uses, and where their scales come from.
 """
 
 from __future__ import annotations
@@ -340,10 +339,8 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         raise ValueError(f"A recipe's mapping needs a 'name', got {settings}: choose one of {', '.join(RECIPE_NAMES)}.")
     name = settings.pop("name")
     check_text(name=name)
-    if name in _PRESETS:
-        preset = dict(_PRESETS[name])
-        name = preset.pop("name")
-        settings = {**preset, **settings}
+    settings = {**_PRESETS.get(name, {"name": name}), **settings}
+    name = settings.pop("name")
     if name not in _CLASSES:
         raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
     known = [p for p in inspect.signature(_CLASSES[name].__init__).parameters if p != "self"]
