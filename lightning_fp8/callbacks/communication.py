@@ -21,6 +21,7 @@ from lightning_fp8.comm.ddp import FP8GradientState, check_gradients, fp8_gradie
 from lightning_fp8.comm.fsdp import FSDPCommunication, communicate_fsdp_in_fp8, fsdp_modules
 from lightning_fp8.comm.fsdp1 import fp8_shard_hook
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.shards import local_numel, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.formats import get_format
@@ -86,6 +87,7 @@ class FP8Communication(Callback):
         self.grad_traffic = Traffic()
         self.param_traffic = Traffic()
         self._lines: list[str] = []
+        self._keys = RoundingKeys()
         self._gradients: FP8GradientState | None = None
         self._module: pl.LightningModule | None = None
         self._saved: dict[str, Any] | None = None
@@ -164,11 +166,13 @@ class FP8Communication(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on from the checkpoint, which is loaded by now under every strategy; watch which steps are taken."""
+        saved, self._saved = self._saved, None
         if self._gradients is None:
+            if saved is not None:
+                self._keys.place = saved["seed"]
             return
-        if self._saved is not None:
-            self._gradients.load_state_dict(self._saved, pl_module.named_parameters())
-            self._saved = None
+        if saved is not None:
+            self._gradients.load_state_dict(saved, pl_module.named_parameters())
         if self.error_feedback:
             for optimizer in trainer.optimizers:
                 self._optimizer_hooks.append(optimizer.register_step_post_hook(self._note_step))
@@ -189,8 +193,10 @@ class FP8Communication(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Error feedback and the place in the stochastic rounding; every rank must call, but after an exception."""
-        if self._gradients is None or self._module is None:
+        if self._module is None:
             return {}
+        if self._gradients is None:
+            return {"seed": self._keys.place} if self.codec.stochastic else {}
         if self.error_feedback and not self._module.trainer.interrupted:
             self._gradients.average_residuals()
         return self._gradients.state_dict(self._module.named_parameters())
@@ -208,6 +214,7 @@ class FP8Communication(Callback):
             min_numel=min_numel,
             error_feedback=self.error_feedback,
             traffic=self.grad_traffic,
+            keys=self._keys,
         )
         model.register_comm_hook(self._gradients, fp8_gradient_hook)
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -217,7 +224,9 @@ class FP8Communication(Callback):
         ]
 
     def _install_fsdp1(self, model: FullyShardedDataParallel, group: Any, min_numel: int) -> None:
-        model.register_comm_hook(FP8Collectives(group, self.codec, min_numel, self.grad_traffic), fp8_shard_hook)
+        model.register_comm_hook(
+            FP8Collectives(group, self.codec, min_numel, self.grad_traffic, self._keys), fp8_shard_hook
+        )
         # Each rank holds its shards only.
         numel = sum(parameter.numel() for parameter in model.parameters()) * dist.get_world_size(group)
         self._lines += [
@@ -234,6 +243,7 @@ class FP8Communication(Callback):
             min_numel=min_numel,
             grad_traffic=self.grad_traffic,
             param_traffic=self.param_traffic,
+            keys=self._keys,
         )
         self._lines += [
             self._fsdp2_gradients(module, installed, min_numel),

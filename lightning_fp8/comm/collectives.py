@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_fp8.comm.codec import BF16Codec, BlockCodec, clear_tags
 from lightning_fp8.comm.handle import Handle, Waitable, WorkList
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.traffic import Traffic
 
 #: What can be sent.
@@ -48,7 +49,7 @@ class FP8Collectives:
         min_numel: tensors with fewer values go in bf16 (an all-reduce is then left to the backend). The size that
             counts is the whole tensor's before a reduction or after a gather, and each chunk's in an all-to-all.
         traffic: counts the bytes.
-        seed: for stochastic rounding. It moves on with every call; restore it to repeat a run.
+        keys: for stochastic rounding; by default its own.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class FP8Collectives:
         codec: BlockCodec | None = None,
         min_numel: int = 0,
         traffic: Traffic | None = None,
-        seed: int = 0,
+        keys: RoundingKeys | None = None,
     ) -> None:
         self.group = group
         self.codec = codec or BlockCodec()
         self.min_numel = min_numel
         self.traffic = Traffic() if traffic is None else traffic
-        self.seed = seed
+        self.keys = RoundingKeys() if keys is None else keys
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -346,9 +347,8 @@ class FP8Collectives:
         return self.codec if numel >= self.min_numel else _BF16
 
     def _next_seed(self, stage: int) -> int:
-        """A key that no other call, rank or stage of a call uses."""
-        self.seed += 1
-        return (self.seed & 0xFFFFFFFF) | (2 * self.rank + stage) << 32
+        # By the rank among all: replicas of a shard are in different groups, and round different gradients.
+        return self.keys.next(dist.get_rank(), stage)
 
     def _factor(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, factor: float) -> float:
         if op == dist.ReduceOp.SUM:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import DTYPES, FP8Collectives
 from lightning_fp8.comm.handle import Handle
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.traffic import Traffic
 
 
@@ -63,6 +64,7 @@ class FP8GradientState:
         error_feedback: keep what rounding takes away from each gradient and add it to the next one (one more tensor of
             the gradients' size and dtype). Call :meth:`drop_residuals` when a step is skipped.
         traffic: counts the bytes.
+        keys: for stochastic rounding; by default its own.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class FP8GradientState:
         min_numel: int = 0,
         error_feedback: bool = False,
         traffic: Traffic | None = None,
+        keys: RoundingKeys | None = None,
     ) -> None:
-        self.collectives = FP8Collectives(process_group, codec, min_numel, traffic)
+        self.collectives = FP8Collectives(process_group, codec, min_numel, traffic, keys)
         self.error_feedback = error_feedback
         # By parameter, because DDP rebuilds its buckets after the first step. Flat, in the gradient's memory order.
         self._residuals: dict[Tensor, Tensor] = {}
@@ -146,7 +149,7 @@ class FP8GradientState:
             for name, parameter in named_parameters
             if parameter in self._residuals
         }
-        return {"residuals": residuals, "seed": self.collectives.seed}
+        return {"residuals": residuals, "seed": self.collectives.keys.place}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Go on from :meth:`state_dict`.
@@ -155,7 +158,7 @@ class FP8GradientState:
             ValueError: a residual belongs to no parameter or has another size.
         """
         parameters = dict(named_parameters)
-        residuals: Mapping[str, Tensor] = state_dict["residuals"]
+        residuals: Mapping[str, Tensor] = state_dict.get("residuals", {})
         for name, residual in residuals.items():
             if name not in parameters or parameters[name].numel() != residual.numel():
                 raise ValueError(
@@ -165,7 +168,7 @@ class FP8GradientState:
         self._residuals = {
             parameters[name]: residual.to(parameters[name].device, copy=True) for name, residual in residuals.items()
         }
-        self.collectives.seed = state_dict["seed"]
+        self.collectives.keys.place = state_dict["seed"]
 
     def _collect_residual(self, bucket: dist.GradBucket) -> Tensor:
         buffer = bucket.buffer()

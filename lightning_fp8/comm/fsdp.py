@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
 from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.shards import is_replicated, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
@@ -55,6 +56,7 @@ def communicate_fsdp_in_fp8(
     min_numel: int = 0,
     grad_traffic: Traffic | None = None,
     param_traffic: Traffic | None = None,
+    keys: RoundingKeys | None = None,
 ) -> FSDPCommunication:
     """Give every FSDP module of ``model`` its FP8 collectives; called again, it replaces them.
 
@@ -62,10 +64,12 @@ def communicate_fsdp_in_fp8(
         model: after ``fully_shard``; FP8 layers are converted.
         grad: reduce gradients in FP8.
         param: gather the weights of FP8 layers in FP8.
-        codec: the blocks of gradients, and of weights under recipes with finer scales than one a weight.
+        codec: how gradients become bytes. Weights under recipes with finer scales than one a weight go in blocks as
+            long, of E4M3, rounded to nearest.
         min_numel: collectives of fewer values go without FP8.
         grad_traffic: counts the gradients' bytes.
         param_traffic: counts the weights'.
+        keys: for gradients that are rounded stochastically.
 
     Raises:
         ValueError: ``model`` holds no FSDP module, or ``param`` was asked for and no layer's weight can go in FP8.
@@ -83,9 +87,11 @@ def communicate_fsdp_in_fp8(
             "No weight can be gathered in FP8: no layer of the native backend runs in FP8 with a sharded weight of its "
             "own. Convert before sharding (lightning_fp8.shard does), or leave weights in bf16: param='bf16'."
         )
+    codec = codec or BlockCodec()
+    keys = RoundingKeys() if keys is None else keys
     reduce_scatters = []
     for module in modules if grad else []:
-        reduce_scatter = FP8ReduceScatter(module, codec, min_numel, grad_traffic)
+        reduce_scatter = FP8ReduceScatter(module, codec, min_numel, grad_traffic, keys)
         module.set_custom_reduce_scatter(reduce_scatter)
         reduce_scatters.append(reduce_scatter)
     all_gathers = []
@@ -97,8 +103,9 @@ def communicate_fsdp_in_fp8(
             conversion.runtime.gathered = scales
         # Parents come first: the first that gathers anything is gathered first in a forward.
         leader = next(module for module in modules if managed_parameters(module))
+        blocks = BlockCodec(block=codec.block)
         for module in modules:
-            gather = FP8AllGather(module, layers, scales, module is leader, codec, min_numel, param_traffic)
+            gather = FP8AllGather(module, layers, scales, module is leader, blocks, min_numel, param_traffic)
             module.set_custom_all_gather(gather)
             all_gathers.append(gather)
     return FSDPCommunication(reduce_scatters, all_gathers, any(is_replicated(p) for p in model.parameters()))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
 from lightning_fp8.comm.links import NEVER
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
 from lightning_fp8.comm.traffic import Traffic
 
@@ -30,7 +31,7 @@ class FP8ReduceScatter:
         codec: how gradients become bytes.
         min_numel: reductions of fewer values go in bf16.
         traffic: counts the bytes.
-        seed: for stochastic rounding.
+        keys: for stochastic rounding; all modules of a model take theirs from one object.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class FP8ReduceScatter:
         codec: BlockCodec | None = None,
         min_numel: int = 0,
         traffic: Traffic | None = None,
-        seed: int = 0,
+        keys: RoundingKeys | None = None,
     ) -> None:
         self.codec = codec or BlockCodec()
         self.min_numel = min_numel
         self.traffic = Traffic() if traffic is None else traffic
-        self.seed = seed
+        self.keys = RoundingKeys() if keys is None else keys
         parameters = [parameter for parameter in managed_parameters(module) if parameter.requires_grad]
         self._mixed = len({_is_split(parameter) for parameter in parameters}) > 1
         self._parameters = parameters
@@ -91,7 +92,7 @@ class FP8ReduceScatter:
 
     def _collectives_of(self, group: dist.ProcessGroup) -> FP8Collectives:
         if group not in self._collectives:
-            self._collectives[group] = FP8Collectives(group, self.codec, self.min_numel, self.traffic, self.seed)
+            self._collectives[group] = FP8Collectives(group, self.codec, self.min_numel, self.traffic, self.keys)
         return self._collectives[group]
 
 

@@ -17,6 +17,29 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
+class RoundingKeys:
+    """Keys of stochastic rounding: 64-bit seeds of which no two messages of a run get the same.
+
+    Collectives that round side by side take theirs from one object.
+
+    Attributes:
+        place: how many were taken, on this rank as on every other; restore it to repeat a run.
+    """
+
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
+
+    def next(self, rank: int, stage: int) -> int:
+        """The next key.
+
+        Args:
+            rank: of this process.
+            stage: 0 or 1, for messages of the same call.
+        """
+        self.place += 1
+        return (self.place & _WORD) | (2 * rank + stage) << 32
+
+
 def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """The first word of Philox4x32-10.
 

@@ -11,6 +11,7 @@ from rank_checks import device, same_on_all_ranks
 from torch import Tensor
 
 from lightning_fp8.comm import BlockCodec, FP8Collectives, MessageError, Traffic
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.formats import E5M2
 
 
@@ -336,7 +337,7 @@ def bad_values_leave_no_residual(rank: int, world: int) -> None:
 
 
 def stochastic_rounding_is_unbiased_and_repeats(rank: int, world: int) -> None:
-    collectives = FP8Collectives(codec=BlockCodec(stochastic=True), seed=5)
+    collectives = FP8Collectives(codec=BlockCodec(stochastic=True), keys=RoundingKeys(5))
     results = []
     for _ in range(200):
         x = contribution(rank, 1000)
@@ -345,7 +346,7 @@ def stochastic_rounding_is_unbiased_and_repeats(rank: int, world: int) -> None:
     assert same_on_all_ranks(results[0]) and not torch.equal(results[0], results[1])
     assert relative_error(torch.stack(results).mean(0), exact_sum(world, 1000)) < 0.01
     again = contribution(rank, 1000)
-    FP8Collectives(codec=BlockCodec(stochastic=True), seed=5).all_reduce(again)
+    FP8Collectives(codec=BlockCodec(stochastic=True), keys=RoundingKeys(5)).all_reduce(again)
     assert torch.equal(again, results[0])
 
 

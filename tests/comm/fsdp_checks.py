@@ -32,8 +32,11 @@ from torch.distributed.tensor import DTensor
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, LayerSelection
+from lightning_fp8.comm import BlockCodec, Traffic
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
+from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lightning_fp8.formats import E5M2
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import AMAX, SCALE
 from lightning_fp8.tuning import choice
@@ -183,6 +186,17 @@ def finer_scales_go_in_blocks(rank: int, world: int) -> None:
         assert before != after
         for a, b in zip(before, after, strict=True):
             assert abs(a - b) < 0.02 * a
+
+
+def only_gradients_are_rounded_stochastically(rank: int, world: int) -> None:
+    plain, noisy = (sharded(make(width=128, hidden=256), recipe="rowwise", param="fp8") for _ in range(2))
+    keys, traffic = RoundingKeys(), Traffic()
+    communicate_fsdp_in_fp8(noisy, codec=BlockCodec(E5M2, stochastic=True), grad_traffic=traffic, keys=keys)
+    text = batch(0, rank)
+    loss = loss_of(noisy, text)
+    assert torch.equal(loss, loss_of(plain, text))  # Its weights came in E4M3, rounded to nearest.
+    loss.backward()
+    assert keys.place == traffic.calls > 2  # No two modules round with the same numbers.
 
 
 def sharded_compute_is_unsharded_compute(rank: int, world: int) -> None:
@@ -491,6 +505,7 @@ CHECKS = [
     ranks_agree_on_scales_that_each_keeps_for_itself,
     so_do_weights_gathered_under_other_settings,
     finer_scales_go_in_blocks,
+    only_gradients_are_rounded_stochastically,
     sharded_compute_is_unsharded_compute,
     outputs_may_be_changed_in_place,
     no_transposed_weight_is_kept,

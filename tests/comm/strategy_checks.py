@@ -261,6 +261,20 @@ def fsdp2_trains_and_resumes(rank: int, world: int) -> None:
         assert isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local())
 
 
+def stochastic_rounding_resumes(rank: int, world: int) -> None:
+    def options() -> dict[str, Any]:
+        return {"callbacks": [FP8Communication(min_numel=0, stochastic=True)], "max_epochs": 2}
+
+    path = folder() / f"stochastic-{world}"
+    fit(Sharded({}), model_parallel(), **{**options(), "max_epochs": 1}).save_checkpoint(path)
+    whole, resumed = Sharded({}), Sharded({})
+    fit(whole, model_parallel(), **options())
+    fit(resumed, model_parallel(), ckpt_path=path, **options())
+    assert torch.equal(torch.stack(resumed.losses), torch.stack(whole.losses)[4:])
+    for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+
+
 class TwoStepsABatch(Sharded):
     """Its weights change within a training step, whose forward is one within another; FP8 layers beside the blocks."""
 
@@ -465,6 +479,7 @@ CHECKS = [
     skipped_steps_drop_residuals,
     fsdp1_trains_in_fp8,
     fsdp2_trains_and_resumes,
+    stochastic_rounding_resumes,
     true_bf16_trains_sharded,
     fsdp2_with_tensor_parallel_trains,
     statistics_are_those_of_weights_as_layers_use_them,
