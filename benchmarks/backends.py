@@ -22,9 +22,10 @@ from examples.gpt.data import read_text
 from examples.gpt.model import GPT
 from lightning_fp8 import LayerSelection, convert_model, step
 from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import cast, fbgemm, scaled_mm
 from lightning_fp8.model import conversions
-from lightning_fp8.recipes import RECIPE_NAMES, Cast, get_recipe
+from lightning_fp8.recipes import RECIPE_NAMES, get_recipe
 
 BACKENDS: dict[str, Backend] = {
     "native": NativeBackend(),

@@ -23,11 +23,12 @@ import triton
 from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import triton_cast
 from lightning_fp8.kernels.scale_update import step_scales
 from lightning_fp8.kernels.triton_cast import Tile
-from lightning_fp8.recipes import ROLES, Cast, DelayedScaling, Recipe, get_recipe
+from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, get_recipe
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import StatisticsTable
 

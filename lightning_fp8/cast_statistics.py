@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import BLOCK_SIZES, Cast
 from lightning_fp8.formats import Format
 from lightning_fp8.kernels.reference import dequantize_operand
-from lightning_fp8.recipes import Cast
 
 #: In percent of all values, in squared units of the values, in decibels, and decode scales.
 STATISTICS = ("underflows%", "overflows%", "mse", "sqnr", "scale_inv_min", "scale_inv_max")
@@ -42,7 +42,8 @@ class CastSums(NamedTuple):
 
 def fits(columns: int, cast: Cast) -> bool:
     """Whether an operand with this many columns can be cast so."""
-    return columns % {"1x128": 128, "128x128": 128, "1x32": 32}.get(cast.granularity, 1) == 0
+    _, width = BLOCK_SIZES[cast.granularity]
+    return width is None or columns % width == 0
 
 
 @torch.no_grad()

@@ -56,8 +56,6 @@ E5M2 = Format("e5m2", torch.float8_e5m2, 15, 2, 57344.0, 2.0**-14, 2.0**-16)
 #: Powers of two only: the shared scale of a microscaling block. It has no zero, no sign and one NaN (``0xFF``).
 E8M0 = Format("e8m0", torch.float8_e8m0fnu, 127, 0, 2.0**127, 2.0**-127, 2.0**-127)
 
-_BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0)}
-
 
 def get_format(name: str) -> Format:
     """The operand format called ``name``.
@@ -65,9 +63,10 @@ def get_format(name: str) -> Format:
     Raises:
         ValueError: ``name`` is neither ``"e4m3"`` nor ``"e5m2"``.
     """
-    if name not in (E4M3.name, E5M2.name):
-        raise ValueError(f"Unknown FP8 format {name!r}: choose 'e4m3' or 'e5m2'.")
-    return _BY_NAME[name]
+    for fmt in (E4M3, E5M2):
+        if fmt.name == name:
+            return fmt
+    raise ValueError(f"Unknown FP8 format {name!r}: choose 'e4m3' or 'e5m2'.")
 
 
 def quantize(x: Tensor, scale: Tensor | float, fmt: Format, finite: bool = False) -> Tensor:
@@ -138,8 +137,12 @@ def compute_scale(
     scale = scale.clamp(MIN_SCALE, max_scale)
     if power_of_two:
         scale = round_down_to_power_of_two(scale)
-    usable = amax.isfinite() & (amax > 0)
-    return torch.where(usable, scale, 1.0)
+    return torch.where(tells_scale(amax), scale, 1.0)
+
+
+def tells_scale(amax: Tensor) -> Tensor:
+    """Whether a scale follows from ``amax``: bool, shaped as it. It is finite, and not of zeros alone."""
+    return amax.isfinite() & (amax > 0)
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:

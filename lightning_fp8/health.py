@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.host_copy import to_device
+from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES
 
 Kind = Literal["nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift"]
@@ -165,7 +166,6 @@ class Health:
         caps: the largest scale that each operand can get, fp32 ``[layers, 3]``; Inf where there is no cap.
         limits: when something is reported.
         device: where it is judged.
-        group: the ranks that tell each other; ``None``: the default group, if there is one.
 
     Attributes:
         ring: fp32 ``[layers, 3, window]``: the last amaxes.
@@ -185,12 +185,10 @@ class Health:
         caps: Tensor,
         limits: HealthLimits,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         shape = (len(positions), len(ROLES))
         self.limits = limits
-        self.group = group
-        self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.ranks = world_size()
         self.ring = torch.zeros(*shape, limits.window, dtype=torch.float32, device=device)
         self.count = torch.zeros(shape, dtype=torch.int64, device=device)
         self.trend = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -301,7 +299,7 @@ class Health:
         if self.ranks == 1:
             return summary.unsqueeze(0)
         gathered = summary.new_empty(self.ranks, *summary.shape)
-        dist.all_gather_into_tensor(gathered.view(-1), summary.contiguous().view(-1), group=self.group)
+        dist.all_gather_into_tensor(gathered.view(-1), summary.contiguous().view(-1))
         return gathered
 
     def unpack(self, message: Tensor) -> Reading:

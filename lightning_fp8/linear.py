@@ -134,10 +134,7 @@ class Float8Linear(nn.Linear):
             return F.linear(input, weight, bias)
         autocast = torch.is_autocast_enabled(device_type)
         if not fp8.enabled or (fp8.autocast_only and not autocast):
-            if self.training:
-                # Whoever watches the layers must not go blind where one leaves FP8.
-                return watched_linear(input, weight, bias, fp8.slots)
-            return F.linear(input, weight, bias)
+            return self.multiply_uncast(input, weight, bias)
         if input.is_nested:
             return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype
@@ -160,6 +157,17 @@ class Float8Linear(nn.Linear):
         weight, bias = self.local_parameters()
         y = scaled_linear(x, weight, casts, slots, out_dtype)
         return y if bias is None else y + bias.to(out_dtype)
+
+    def multiply_uncast(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``input @ weight^T + bias`` in high precision, watched in training.
+
+        Args:
+            input: ``[..., in_features]``.
+            weight: ``[out_features, in_features]``, of the input's dtype or under autocast.
+            bias: ``[out_features]``, the same.
+        """
+        # Whoever watches the layers must not go blind where one leaves FP8.
+        return watched_linear(input, weight, bias, self.fp8.slots) if self.training else F.linear(input, weight, bias)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies with; a tensor-parallel layer holds a part of each.

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fp8.cast_statistics import CastSums, cast_sums, fits
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels.reference import amax_of
-from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE, SLOT_SIZE
 
 
@@ -23,7 +23,7 @@ class _CastMetric(Metric):
     """Adds up what casts do.
 
     Args:
-        cast: a :class:`~lightning_fp8.recipes.Cast`, or its words: ``"e4m3/tensorwise"``, ``"e5m2/rowwise/pow2"``.
+        cast: a :class:`~lightning_fp8.casts.Cast`, or its words: ``"e4m3/tensorwise"``, ``"e5m2/rowwise/pow2"``.
         kwargs: torchmetrics' own.
 
     Raises:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
+from lightning_fp8.casts import Cast
 from lightning_fp8.ranks import local_values
-from lightning_fp8.recipes import ROLES, Cast, Recipe, StaticScaling
+from lightning_fp8.recipes import ROLES, Recipe, StaticScaling
 from lightning_fp8.statistics import SLOT_SIZE
 from lightning_fp8.telemetry import Telemetry, main_cast
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.ops import LinearCasts, ScaledLinear, cast, linear_gradients
-from lightning_fp8.recipes import ROLES, Cast, OperandCasts, Recipe, get_recipe
+from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 
 
 def casts_text(recipe: Recipe) -> str:
@@ -91,16 +92,11 @@ def _check_operands(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [out] = [{weight.shape[0]}], got {list(bias.shape)}.")
-    uses = (*_pair(casts.input), *_pair(casts.weight), *_pair(casts.grad_output))
-    multiple = max(use.multiple for use in uses if use is not None)
+    multiple = max(cast.multiple for role in (casts.input, casts.weight, casts.grad_output) for cast in role.uses)
     if weight.shape[0] % multiple or weight.shape[1] % multiple:
         raise ValueError(
             f"The sizes of weight, {tuple(weight.shape)}, must be multiples of {multiple} under this recipe."
         )
-
-
-def _pair(casts: OperandCasts) -> tuple[Cast | None, Cast | None]:
-    return casts.straight, casts.transposed
 
 
 @torch.library.custom_op("lightning_fp8::scaled_linear_backward", mutates_args=())

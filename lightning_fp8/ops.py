@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.kernels import fbgemm
 from lightning_fp8.kernels.reference import round_up, row_multiple
-from lightning_fp8.recipes import Cast, OperandCasts, Recipe
+from lightning_fp8.recipes import Recipe
 from lightning_fp8.statistics import SCALE, SLOT_SIZE
 
 #: What multiplies quantised operands; ``"fbgemm"`` those that FBGEMM's kernels take, torch the others.
@@ -71,15 +72,7 @@ def _cast_op(
 def _(x: Tensor, straight: str, transposed: str, slot: Tensor | None, stored: bool) -> tuple[Tensor, ...]:
     straight_cast, transposed_cast = Cast.parse(straight), Cast.parse(transposed)
     rows = round_up(x.shape[0], row_multiple(straight_cast, transposed_cast))
-    columns = x.shape[1]
-    return (*_empty_operand(x, rows, columns, straight_cast), *_empty_operand(x, columns, rows, transposed_cast))
-
-
-def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    if cast is None:
-        return x.new_empty(0), x.new_empty(0)
-    codes = x.new_empty(rows, columns, dtype=cast.format.dtype)
-    return codes, kernels.empty_decode_scale(x, rows, columns, cast)
+    return kernels.empty_operands(x, rows, straight_cast, transposed_cast)
 
 
 def cast(

@@ -1,4 +1,4 @@
-"""What each rank has of its own: its part of a tensor, and of a checkpoint, which is one file for all."""
+"""How many ranks there are, and what each has of its own: its part of a tensor, and of a checkpoint (one file)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch.distributed.tensor import DTensor
 T = TypeVar("T")
 
 
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks ``group`` has (``None``: all of them); 1 where nothing is distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
 def local_values(tensor: Tensor) -> Tensor:
     """This rank's dense values of a parameter or gradient."""
     if tensor.is_sparse:
@@ -20,7 +25,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
 def gather_from_ranks(mine: T) -> list[T]:
     """Everybody's ``mine``, by rank: plain values and CPU tensors. Every rank must call."""
-    ranks, _ = _ranks()
+    ranks = world_size()
     if ranks == 1:
         return [mine]
     everybodys: list[T | None] = [None] * ranks
@@ -30,12 +35,7 @@ def gather_from_ranks(mine: T) -> list[T]:
 
 def own_part(everybodys: list[T]) -> T | None:
     """This rank's of what :func:`gather_from_ranks` gave; ``None`` where the number of ranks changed."""
-    ranks, rank = _ranks()
-    return everybodys[rank] if len(everybodys) == ranks else None
-
-
-def _ranks() -> tuple[int, int]:
-    """How many there are, and which this is."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
+    ranks = world_size()
+    if len(everybodys) != ranks:
+        return None
+    return everybodys[dist.get_rank() if ranks > 1 else 0]

@@ -15,22 +15,20 @@ Every operand enters two of them: once *straight* (contracted over its last dime
     weight       output         grad_input
     grad_output  grad_input     grad_weight
 
-A recipe is plain data: one :class:`Cast` for each of these six uses, and where their scales come from.
+A recipe is plain data: one :class:`~.casts.Cast` for each of these six uses, and where their scales come from.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from lightning_fp8.casts import Cast, Granularity, OperandCasts
 from lightning_fp8.checks import check_flag, check_number, check_text
 from lightning_fp8.formats import E4M3, E5M2, MAX_SCALE, MIN_SCALE, Format, get_format
 
-Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 Role = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
 ScaleSource = Literal["history", "constant", "data"]
@@ -48,8 +46,6 @@ OPERANDS_OF: dict[Gemm, tuple[Role, Role]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-#: Operand sizes must be multiples of this: 16 is cuBLASLt's rule for FP8, the others are the blocks' own lengths.
-SIZE_MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "1x128": 128, "128x128": 128, "1x32": 32}
 #: With a margin above this, even the largest value of an operand would be no normal number of E4M3, the format of at
 #: least one operand of every GEMM.
 MAX_MARGIN = math.floor(math.log2(E4M3.max / E4M3.smallest_normal))
@@ -66,83 +62,6 @@ FORMAT_CHOICES: dict[str, dict[str, str]] = {
         "grad_weight.grad_output": "e5m2",
     },
 }
-
-
-@dataclass(frozen=True)
-class Cast:
-    """How one operand of one GEMM is cast.
-
-    Attributes:
-        format: E4M3 or E5M2.
-        granularity: which values share a scale: ``tensorwise`` all of them, ``rowwise`` those that are summed with
-            each other, ``1x128`` and ``1x32`` that many neighbours along the contracted dimension, ``128x128`` a tile.
-        power_of_two: scales are rounded down to powers of two (``1x32`` decode scales always round up).
-        margin: headroom kept below the format's maximum, in powers of two.
-        max_scale: upper bound of the scale.
-    """
-
-    format: Format
-    granularity: Granularity
-    power_of_two: bool = False
-    margin: float = 0.0
-    max_scale: float = MAX_SCALE
-    _text: str = field(init=False, repr=False, compare=False)
-
-    @property
-    def multiple(self) -> int:
-        """What both sizes of the operand must be multiples of."""
-        return SIZE_MULTIPLE[self.granularity]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_text", self._describe())
-
-    def __str__(self) -> str:
-        # Made beforehand: under dynamic=True a compiler sees symbols in place of floats, and cannot write them out.
-        return self._text
-
-    def _describe(self) -> str:
-        parts = [self.format.name, self.granularity]
-        if self.power_of_two:
-            parts.append("pow2")
-        if self.margin:
-            parts.append(f"margin={self.margin!r}")
-        if self.max_scale != MAX_SCALE:
-            parts.append(f"max_scale={self.max_scale!r}")
-        return "/".join(parts)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def parse(text: str) -> Cast | None:
-        """The inverse of ``str(cast)``; the empty string is no cast. Custom operators carry casts as strings.
-
-        Raises:
-            ValueError: a word is unknown.
-        """
-        if not text:
-            return None
-        name, _, rest = text.partition("/")
-        granularity, *options = rest.split("/")
-        if granularity not in SIZE_MULTIPLE:
-            raise ValueError(
-                f"Unknown granularity {granularity!r} in {text!r}: a cast is written as e4m3/rowwise; choose one of "
-                f"{', '.join(SIZE_MULTIPLE)}."
-            )
-        settings: dict[str, Any] = {"power_of_two": "pow2" in options}
-        for option in options:
-            key, _, value = option.partition("=")
-            if option != "pow2":
-                if key not in ("margin", "max_scale"):
-                    raise ValueError(f"Unknown option {option!r} in {text!r}: choose pow2, margin= or max_scale=.")
-                settings[key] = float(value)
-        return Cast(get_format(name), granularity, **settings)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class OperandCasts:
-    """The two casts of one role; ``None`` where that GEMM takes the operand in high precision."""
-
-    straight: Cast | None
-    transposed: Cast | None
 
 
 class Recipe:
@@ -181,8 +100,7 @@ class Recipe:
     @property
     def size_multiple(self) -> int:
         """What a layer's in_features and out_features must be multiples of."""
-        uses = [cast for role in ROLES for cast in (self.casts[role].straight, self.casts[role].transposed)]
-        return max(cast.multiple for cast in uses if cast is not None)
+        return max(cast.multiple for role in ROLES for cast in self.casts[role].uses)
 
     def _cast_for(self, gemm: Gemm, role: Role) -> Cast | None:
         casts = self.casts[role]
@@ -407,7 +325,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        recipe = _PRESETS.get(recipe, {"name": recipe})
+        recipe = {"name": recipe}
     if not isinstance(recipe, Mapping):
         got = f"the class itself: write {recipe.__name__}()" if isinstance(recipe, type) else type(recipe).__name__
         raise TypeError(f"A recipe is a name, a mapping or a Recipe object, got {got}.")
@@ -421,10 +339,8 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         raise ValueError(f"A recipe's mapping needs a 'name', got {settings}: choose one of {', '.join(RECIPE_NAMES)}.")
     name = settings.pop("name")
     check_text(name=name)
-    if name in _PRESETS:
-        preset = dict(_PRESETS[name])
-        name = preset.pop("name")
-        settings = {**preset, **settings}
+    settings = {**_PRESETS.get(name, {"name": name}), **settings}
+    name = settings.pop("name")
     if name not in _CLASSES:
         raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
     known = [p for p in inspect.signature(_CLASSES[name].__init__).parameters if p != "self"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.kernels.capability import has_fast_casts
+from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling, get_recipe
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE, SCALE_TRANSPOSED, StatisticsTable, on_cpu
 
@@ -151,7 +152,7 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
         amax: fp32, any shape and strides.
         group: the ranks; ``None`` is all of them.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+    if world_size(group) == 1:
         return
     if not amax.numel():  # The table of a model without FP8 layers is on the CPU, where NCCL does not reach.
         return

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.checks import as_patterns
 from lightning_fp8.execution_order import ExecutionOrder
-from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
+from lightning_fp8.formats import MAX_SCALE, round_down_to_power_of_two
 from lightning_fp8.model import Conversion, named_conversions
-from lightning_fp8.recipes import ROLES, Cast, Recipe, Role
+from lightning_fp8.recipes import ROLES, Recipe, Role
 from lightning_fp8.selection import clean_name, join_names, linear_layers, matching
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 from lightning_fp8.watch import Watch
@@ -198,7 +199,7 @@ def readout(data: Tensor, recipes: list[Recipe | None], amax_column: int = AMAX)
                 continue
             stored = data[rows, column, SCALE if recipe.casts[role].straight else SCALE_TRANSPOSED]
             own = amax[rows, column]
-            derived = compute_scale(own, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+            derived = cast.scale(own)
             used = torch.where(stored > 0, stored, derived)
             scale[rows, column] = torch.where(own < 0, torch.nan, used)
             headroom[rows, column] = torch.where(own > 0, torch.log2(cast.format.max / (own * used)), torch.nan)

@@ -209,9 +209,8 @@ class Backend(ABC):
 
 def why_emulate(recipe: Recipe, device: torch.device | Hardware) -> str | None:
     """Why the tensor cores of ``device`` cannot run ``recipe`` through torch; ``None`` if they can."""
-    casts = [recipe.casts[role] for role in ROLES]
-    for use in [use for pair in casts for use in (pair.straight, pair.transposed) if use is not None]:
-        native, reason = supports(use.granularity, device, use.format)
+    for cast in [cast for role in ROLES for cast in recipe.casts[role].uses]:
+        native, reason = supports(cast.granularity, device, cast.format)
         if not native:
             return reason
     return None

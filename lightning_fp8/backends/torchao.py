@@ -13,16 +13,16 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
+from lightning_fp8.amaxes import record_amax, record_gradient
 from lightning_fp8.backends.base import Backend, Support, why_emulate
+from lightning_fp8.casts import Cast
 from lightning_fp8.checks import first_line
 from lightning_fp8.kernels.capability import Hardware
-from lightning_fp8.kernels.reference import round_up
+from lightning_fp8.kernels.reference import pad_rows
 from lightning_fp8.linear import Float8Linear, Float8State
-from lightning_fp8.recipes import ROLES, Cast, MXFP8Scaling, Recipe, RowwiseScaling, TensorwiseScaling
+from lightning_fp8.recipes import ROLES, MXFP8Scaling, Recipe, RowwiseScaling, TensorwiseScaling
 from lightning_fp8.scaling import ScalingState
 
 OLDEST = (0, 17)
@@ -93,14 +93,11 @@ class TorchaoLinear(Float8Linear):
         x = x.to(out_dtype)
         bias = None if self.bias is None else self.bias.to(out_dtype)
         if rows == 0:
-            weight = self.weight.to(out_dtype)
-            return watched_linear(x, weight, bias, fp8.slots) if self.training else F.linear(x, weight, bias)
+            return self.multiply_uncast(x, self.weight.to(out_dtype), bias)
         if self.training:
             record_amax(x, fp8.slots[0])
             record_amax(self.weight, fp8.slots[1])
-        padding = round_up(rows, fp8.row_multiple) - rows
-        y = fp8.product(F.pad(x, (0, 0, 0, padding)) if padding else x, self.weight)
-        y = y.narrow(0, 0, rows)
+        y = fp8.product(pad_rows(x, fp8.row_multiple), self.weight).narrow(0, 0, rows)
         if self.training:
             y = record_gradient(y, fp8.slots[2])
         return y if bias is None else y + bias
@@ -206,14 +203,14 @@ def _why_not_recipe(recipe: Recipe) -> str | None:
             "torchao takes scales from the data, one for a tensor, a row or 32 values: use the tensorwise, rowwise, "
             "rowwise_gw_hp or mxfp8 recipe, or backend='native'."
         )
-    uses = [recipe.casts[role] for role in ROLES]
-    for role, use in zip(ROLES, uses, strict=True):
-        if use.straight and use.transposed and use.straight.format is not use.transposed.format:
+    for role in ROLES:
+        casts = recipe.casts[role].uses
+        if len({cast.format for cast in casts}) > 1:
             return f"torchao casts {role} to one format for both of its GEMMs: use another format or backend='native'."
-        for cast in (use.straight, use.transposed):
-            if cast is not None and cast.margin:
+        for cast in casts:
+            if cast.margin:
                 return "torchao knows no margin: use margin=0 or backend='native'."
-            if cast is not None and cast.granularity == "1x32" and cast.format.name != "e4m3":
+            if cast.granularity == "1x32" and cast.format.name != "e4m3":
                 return "torchao casts MX operands to E4M3 alone: use format='e4m3' or backend='native'."
     return None
 

@@ -19,17 +19,15 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lightning_fp8.amaxes import record_amax, record_gradient, watched_linear
+from lightning_fp8.amaxes import record_amax, record_gradient
 from lightning_fp8.backends.base import Backend, Runtime, Support
-from lightning_fp8.backends.transformer_engine_library import AttentionContext, Engine, linear_engine, load, uses
+from lightning_fp8.backends.transformer_engine_library import AttentionContext, Engine, linear_engine, load
 from lightning_fp8.checks import check_flag, first_line
-from lightning_fp8.formats import compute_scale
+from lightning_fp8.formats import tells_scale
 from lightning_fp8.kernels.capability import Hardware
-from lightning_fp8.kernels.reference import amax_of, round_up
+from lightning_fp8.kernels.reference import amax_of, pad_rows
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.recipes import (
     ROLES,
@@ -112,7 +110,7 @@ class TransformerEngineBackend(Backend):
                 "Transformer Engine has no such recipe: use delayed, static, tensorwise, blockwise or mxfp8, or "
                 "backend='native'."
             )
-        formats = {role: {use.format.name for use in uses(recipe, role)} for role in ROLES}
+        formats = {role: {use.format.name for use in recipe.casts[role].uses} for role in ROLES}
         if formats["input"] != {"e4m3"} or formats["weight"] != {"e4m3"} or len(formats["grad_output"]) != 1:
             return (
                 "Transformer Engine casts inputs and weights to E4M3, and gradients to one format for both GEMMs: use "
@@ -246,13 +244,13 @@ class TransformerEngineState(Float8State):
             role: its place in :data:`ROLES`.
             training: whether the table keeps the scale and prefers the one it has.
         """
-        cast = uses(self.scaling.recipe, ROLES[role])[0]
+        cast = self.scaling.recipe.casts[ROLES[role]].uses[0]
         amax = amax_of(x.detach())
-        scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(amax)
         if training:
             slot = self.slots[role].data
             scale = torch.where(slot[SCALE] > 0, slot[SCALE], scale)
-            telling = amax.isfinite() & (amax > 0)
+            telling = tells_scale(amax)
             for column in (SCALE, SCALE_TRANSPOSED):
                 slot[column].copy_(torch.where(telling, scale, slot[column]))
         (self.training_scales if training else self.evaluation_scales)[role].copy_(scale)
@@ -275,15 +273,9 @@ class TransformerEngineLinear(Float8Linear):
     @torch.compiler.disable
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         fp8, weight, training, rows = self.fp8, self.weight, self.training, x.shape[0]
-        if isinstance(weight, DTensor):
-            raise ValueError(
-                f"The weight of {fp8.name!r} is a DTensor: tensor parallelism goes with backend='native', not with "
-                "Transformer Engine's layers."
-            )
         if rows == 0:
             bias = None if self.bias is None else self.bias.to(out_dtype)
-            x, weight = x.to(out_dtype), weight.to(out_dtype)
-            return watched_linear(x, weight, bias, fp8.slots) if training else F.linear(x, weight, bias)
+            return self.multiply_uncast(x.to(out_dtype), weight.to(out_dtype), bias)
         x = pad_rows(x, fp8.scaling.recipe.size_multiple)
         first = fp8.first_microbatch(weight) if training else None
         operands = ((0, x), (1, weight)) if first is not False else ((0, x),)
@@ -305,12 +297,6 @@ class TransformerEngineLinear(Float8Linear):
             # A hook on the output runs before Transformer Engine casts the gradient.
             y.register_hook(lambda gradient: fp8.take_scale(gradient, 2, training))
         return y.narrow(0, 0, rows)
-
-
-def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """``x`` with zero rows added up to a multiple."""
-    padding = round_up(x.shape[0], multiple) - x.shape[0]
-    return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def _why_not_hardware(recipe: Recipe, hardware: Hardware) -> str | None:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.backends.transformer_engine import TransformerEngineLinear, pad_rows
+from lightning_fp8.backends.transformer_engine import TransformerEngineLinear
 from lightning_fp8.backends.transformer_engine_library import Engine, load
+from lightning_fp8.kernels.reference import pad_rows
 from lightning_fp8.linear import Float8Linear, with_leading_sizes
 from lightning_fp8.selection import clean_name, linear_layers
 

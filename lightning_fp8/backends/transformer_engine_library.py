@@ -130,7 +130,7 @@ def linear_engine(layer: nn.Linear) -> tuple[Any, dict[str, tuple[nn.Module, str
 def library_recipe(recipe: Recipe, **delayed: Any) -> Any:
     """Transformer Engine's recipe for ours; ``delayed`` are settings of its delayed scaling."""
     library = importlib.import_module("transformer_engine.common.recipe")
-    hybrid = uses(recipe, "grad_output")[0].format.name == "e5m2"
+    hybrid = recipe.casts["grad_output"].uses[0].format.name == "e5m2"
     formats = {"fp8_format": library.Format.HYBRID if hybrid else library.Format.E4M3}
     if isinstance(recipe, (DelayedScaling, StaticScaling)):
         # History and reduction are this package's: one entry is all that the casts write to.
@@ -139,13 +139,7 @@ def library_recipe(recipe: Recipe, **delayed: Any) -> Any:
         return library.MXFP8BlockScaling(**formats)
     kind = library.Float8CurrentScaling if isinstance(recipe, TensorwiseScaling) else library.Float8BlockScaling
     made = kind(**formats)
-    power_of_two = uses(recipe, "input")[0].power_of_two
+    power_of_two = recipe.casts["input"].uses[0].power_of_two
     for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(made, operand, library.QParams(power_2_scale=power_of_two, amax_epsilon=0.0))
     return made
-
-
-def uses(recipe: Recipe, role: Any) -> list[Any]:
-    """The casts of an operand: for the GEMM that reads it as it lies, and for the one that reads it transposed."""
-    casts = recipe.casts[role]
-    return [use for use in (casts.straight, casts.transposed) if use is not None]

@@ -35,7 +35,7 @@ from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
-from lightning_fp8.recovery.verdict import Thresholds
+from lightning_fp8.recovery.spikes import Thresholds
 
 __all__ = ["RecoveryExhausted", "SkipBatchException", "SkipBatchRecovery"]
 

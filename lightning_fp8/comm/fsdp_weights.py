@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast
 from lightning_fp8.comm.codec import BlockCodec, use_kernels
 from lightning_fp8.comm.collectives import gather_bytes
 from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
@@ -29,7 +30,6 @@ from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.formats import dequantize
 from lightning_fp8.linear import Float8Linear
-from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE
 
 _ALIGNMENT = 16

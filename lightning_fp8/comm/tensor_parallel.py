@@ -27,6 +27,7 @@ from lightning_fp8.comm.collectives import FP8Collectives, gather_bytes
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.linear import Float8Linear, Float8State
+from lightning_fp8.ranks import local_values
 from lightning_fp8.selection import why_not_weight
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
@@ -206,16 +207,12 @@ class _ParallelLinear(Float8Linear):
         parallel = self.tensor_parallel
         y = parallel.leave(super().forward(parallel.enter(parallel.local_input(input))))
         if parallel.bias_after and parallel.share_bias is not None and self.bias is not None:
-            y = y + parallel.share_bias(_to_local(self.bias)).to(y.dtype)
+            y = y + parallel.share_bias(local_values(self.bias)).to(y.dtype)
         return parallel.output(y)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.bias is None or self.tensor_parallel.bias_after else _to_local(self.bias)
-        return _to_local(self.weight), bias
-
-
-def _to_local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        bias = None if self.bias is None or self.tensor_parallel.bias_after else local_values(self.bias)
+        return local_values(self.weight), bias
 
 
 def _is_whole_or_shard(layout: Placement) -> bool:

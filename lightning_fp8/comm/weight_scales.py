@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fp8.comm.shards import ShardedPlace, first_place
-from lightning_fp8.formats import compute_scale
+from lightning_fp8.formats import tells_scale
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES
@@ -108,7 +108,7 @@ class GatheredScales:
             for column, cast in enumerate((casts.straight, casts.transposed)):
                 if cast is None:
                     continue
-                scale = compute_scale(amax[rows], cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+                scale = cast.scale(amax[rows])
                 known = stored[column, rows]
                 scale = torch.where(known.isinf(), scale, known)
                 scales = self.table.data[:, _WEIGHT, SCALE + column]
@@ -130,7 +130,7 @@ class GatheredScales:
             statistics[:, AMAX] = torch.maximum(statistics[:, AMAX], amax)
             if scaling.recipe.source != "data":
                 # As the cast itself does: an unset scale is taken from the data, if that can tell one.
-                first = (statistics[:, SCALE] == 0) & amax.isfinite() & (amax > 0)
+                first = (statistics[:, SCALE] == 0) & tells_scale(amax)
                 gathered = self.table.data[:, _WEIGHT, SCALE][rows]
                 statistics[:, SCALE] = torch.where(first, gathered, statistics[:, SCALE])
             weights.index_copy_(0, indices, statistics)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import gemm, reference
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.kernels.gemm import mode_in_graph
-from lightning_fp8.kernels.layout import empty_decode_scale, lay_out
-from lightning_fp8.recipes import Cast
+from lightning_fp8.kernels.layout import empty_operands, lay_out
 
 
 def cast(
@@ -73,4 +73,4 @@ def scaled_mm(
     return gemm.scaled_mm(a, b, decode_a, decode_b, mode, out_dtype, fast_accum)
 
 
-__all__ = ["cast", "cast_in_graph", "empty_decode_scale", "mode_in_graph", "scaled_mm"]
+__all__ = ["cast", "cast_in_graph", "empty_operands", "mode_in_graph", "scaled_mm"]

@@ -1,26 +1,26 @@
 """Triton kernels of the block codec: the arithmetic of :class:`lightning_fp8.comm.codec.BlockCodec`, bit for bit.
 
 Three things keep the bits equal to torch's: divisions are IEEE ones (``tl.div_rn``), products are not fused into the
-sum over ranks (``enable_fp_fusion=False``), and the random words come from the same counters. Where the GPU has no FP8
-conversion (before compute capability 8.9) the cast is done on the bits of the fp32 numbers, with the same result.
+sum over ranks (``enable_fp_fusion=False``), and the random words come from the same counters. Where the GPU has no such
+FP8 conversion (before compute capability 8.9, and AMD's) the cast is done on the bits of the fp32 numbers, with the
+same result.
 
 The layout of a message is described in :mod:`lightning_fp8.comm.codec`.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_fp8.formats import MAX_SCALE, MIN_SCALE, Format
+from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.kernels.launch import at_once, by_triton
 
-_TILE, _WARPS = 2048, 4  # values per program, of which each thread loads 16
+TILE, WARPS = 2048, 4  # values per program, of which each thread loads 16
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _cast(y, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constex
 
 
 @triton.jit
-def _uncast(codes, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr):
+def uncast(codes, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 values of finite codes."""
     if NATIVE:
         if MANTISSA_BITS == 3:
@@ -125,7 +125,7 @@ def _read(
     decode_scale = tl.load(scales + block, mask=inside, other=0.0)
     received = tl.load((message + message_bytes - 4).to(tl.pointer_type(tl.int32)))
     decode_scale = tl.where(received == tag, decode_scale, float("nan"))
-    return _uncast(codes, MANTISSA_BITS, BIAS, NATIVE) * decode_scale[:, None]
+    return uncast(codes, MANTISSA_BITS, BIAS, NATIVE) * decode_scale[:, None]
 
 
 @triton.jit
@@ -242,7 +242,7 @@ def encode(
         (x, messages),
         (x.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
         seed,
-        (block, _TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE, *_codes(x, fmt, native)),
+        (block, TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE, *_codes(x, fmt, native)),
     )
 
 
@@ -255,8 +255,8 @@ def decode(
         _grid(row_numel, block, len(messages)),
         (messages, out),
         (out.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
-        (block, _TILE // block, *_codes(messages, fmt, native)),
-        _WARPS,
+        (block, TILE // block, *_codes(messages, fmt, native)),
+        WARPS,
         fuse_products=False,
     )
 
@@ -283,8 +283,8 @@ def reduce(
         _grid(row_numel, block, 1),
         (out, own, messages),
         (own_row, own_numel, factor, out.numel(), -(-row_numel // block), tag, messages.shape[1]),
-        (len(messages), block, _TILE // block, *_codes(messages, fmt, native)),
-        _WARPS,
+        (len(messages), block, TILE // block, *_codes(messages, fmt, native)),
+        WARPS,
         fuse_products=False,
     )
 
@@ -312,7 +312,7 @@ def reduce_encode(
         (own_row, own_numel, factor, row_numel, -(-row_numel // block), tag, messages.shape[1]),
         seed,
         (
-            len(messages), block, _TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE,
+            len(messages), block, TILE // block, fmt.max, amax_target, MIN_SCALE, MAX_SCALE,
             *_codes(messages, fmt, native),
         ),
     )  # fmt: skip
@@ -328,7 +328,7 @@ def _launch(
 ) -> None:
     """Launch a kernel that encodes: its last size is the seed, and its last constant whether there is one."""
     launch = at_once if seed is None else by_triton  # A seed is another one at every call.
-    launch(kernel, programs, tensors, (*sizes, seed or 0), (*constants, seed is not None), _WARPS, fuse_products=False)
+    launch(kernel, programs, tensors, (*sizes, seed or 0), (*constants, seed is not None), WARPS, fuse_products=False)
 
 
 def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, int, int]:
@@ -338,15 +338,9 @@ def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, in
 
 def _grid(row_numel: int, block: int, rows: int) -> tuple[int, int]:
     # At least one program a row: it also writes the tag.
-    return max(1, -(-row_numel // _TILE)), rows
+    return max(1, -(-row_numel // TILE)), rows
 
 
 def _codes(tensor: Tensor, fmt: Format, native: bool | None) -> tuple[int, int, bool]:
     """``MANTISSA_BITS``, ``BIAS`` and ``NATIVE``."""
-    return fmt.mantissa_bits, fmt.bias, has_fp8_conversions(tensor.device) if native is None else native
-
-
-@functools.cache
-def has_fp8_conversions(device: torch.device) -> bool:
-    """Whether the GPU converts to and from FP8 itself."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return fmt.mantissa_bits, fmt.bias, has_fast_casts(tensor.device) if native is None else native

@@ -41,7 +41,7 @@ def supports(granularity: str, device: torch.device | str | Hardware, fmt: Forma
     """Whether a GEMM of operands with such scales runs on FP8 tensor cores there.
 
     Args:
-        granularity: as in :class:`lightning_fp8.recipes.Cast`.
+        granularity: as in :class:`lightning_fp8.casts.Cast`.
         device: any device, or a description of one.
         fmt: format of the operand.
 

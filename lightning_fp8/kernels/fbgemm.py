@@ -13,10 +13,11 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.checks import first_line
 from lightning_fp8.formats import E4M3
 from lightning_fp8.kernels.capability import Hardware
-from lightning_fp8.recipes import Cast, Recipe
+from lightning_fp8.recipes import Recipe
 
 _REMEDY = "use gemm='torch'."
 _TAKEN = {("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("1x128", "128x128")}

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.casts import Cast, Granularity
 from lightning_fp8.formats import E5M2
 from lightning_fp8.kernels.capability import compute_capability, cuda_version, device_index, supports
 from lightning_fp8.kernels.reference import round_up
-from lightning_fp8.recipes import Cast, Granularity
 
 Mode = Literal["tensorwise", "rowwise", "mixed", "blockwise", "mx"]
 

@@ -1,12 +1,27 @@
-"""Where decode scales lie in memory: as cuBLASLt reads them."""
+"""How operands lie in memory: codes row-major, decode scales as cuBLASLt reads them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels.reference import decode_scale_shape
-from lightning_fp8.recipes import Cast
+
+#: Codes and decode scales of the straight operand, then of the transposed one; what was left out is an empty tensor.
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def empty_operands(x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None) -> Operands:
+    """Uninitialised outputs of the casts of ``x`` with its rows ``padded`` to that many, on its device."""
+    columns = x.shape[1]
+    return (*_empty_operand(x, padded, columns, straight), *_empty_operand(x, columns, padded, transposed))
+
+
+def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tuple[Tensor, Tensor]:
+    if cast is None:
+        return x.new_empty(0), x.new_empty(0)
+    return x.new_empty((rows, columns), dtype=cast.format.dtype), empty_decode_scale(x, rows, columns, cast)
 
 
 def empty_decode_scale(like: Tensor, rows: int, columns: int, cast: Cast) -> Tensor:

@@ -10,14 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, compute_scale, quantize
-from lightning_fp8.recipes import Cast
+from lightning_fp8.casts import BLOCK_SIZES, Cast
+from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, quantize, tells_scale
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
 
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``size``."""
     return (size + multiple - 1) // multiple * multiple
+
+
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """``x``, a matrix, with rows of zeros added until their number is a multiple of ``multiple``."""
+    padding = round_up(x.shape[0], multiple) - x.shape[0]
+    return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
@@ -29,13 +35,8 @@ def row_multiple(straight: Cast | None, transposed: Cast | None) -> int:
 
 def decode_scale_shape(rows: int, columns: int, cast: Cast) -> tuple[int, int]:
     """Shape of the decode scales of an operand of ``rows x columns`` codes."""
-    return {
-        "tensorwise": (1, 1),
-        "rowwise": (rows, 1),
-        "1x128": (rows, columns // 128),
-        "128x128": (rows // 128, columns // 128),
-        "1x32": (rows, columns // 32),
-    }[cast.granularity]
+    height, width = BLOCK_SIZES[cast.granularity]
+    return rows // height if height else 1, columns // width if width else 1
 
 
 def cast(
@@ -64,8 +65,7 @@ def cast(
         slot = slot.data
         if x.numel():  # Else there is nothing to see: an amax of zero would tell of values that are zero.
             slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
-    padding = round_up(x.shape[0], row_multiple(straight, transposed)) - x.shape[0]
-    padded = F.pad(x, (0, 0, 0, padding)) if padding else x
+    padded = pad_rows(x, row_multiple(straight, transposed))
     codes, decode = _cast_one(padded, straight, amax, slot, SCALE if stored else None)
     if _same_codes(straight, transposed, slot, stored):
         # A clone: contiguous() gives codes without rows back themselves, and an operator's outputs must not be views.
@@ -100,7 +100,7 @@ def _cast_one(
     # Known without waiting on the CPU alone.
     finite = x.device.type == "cpu" and bool(amax.isfinite())
     if cast.granularity == "tensorwise":
-        scale = compute_scale(amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(amax)
         if slot is not None and stored is not None:
             scale = _stored_scale(slot, stored, amax, scale)
         scale = scale.view(1, 1)
@@ -114,7 +114,7 @@ def _cast_one(
         decode = compute_e8m0_decode_scale(block_amax, cast.format)
         scale = 1 / decode
     else:
-        scale = compute_scale(block_amax, cast.format.max, cast.margin, cast.power_of_two, cast.max_scale)
+        scale = cast.scale(block_amax)
         decode = 1 / scale
     codes = quantize(blocks, scale, cast.format, finite).view(rows, columns)
     return codes, decode.view(decode_scale_shape(rows, columns, cast))
@@ -123,17 +123,15 @@ def _cast_one(
 def _stored_scale(slot: Tensor, column: int, amax: Tensor, from_data: Tensor) -> Tensor:
     """The scale in the slot; if unset (0), the data's, which is kept if the data can tell one."""
     scale = torch.where(slot[column] == 0, from_data, slot[column])
-    telling = amax.isfinite() & (amax > 0)
-    slot[column].copy_(torch.where(telling, scale, slot[column]))
+    slot[column].copy_(torch.where(tells_scale(amax), scale, slot[column]))
     return scale
 
 
 def _as_blocks(values: Tensor, cast: Cast) -> Tensor:
     """``[row blocks, block rows, column blocks, block columns]``: dimensions 1 and 3 share a scale."""
     rows, columns = values.shape
-    height, width = {"rowwise": (1, columns), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}[
-        cast.granularity
-    ]
+    height, width = BLOCK_SIZES[cast.granularity]
+    height, width = height or rows, width or columns
     return values.view(rows // height, height, columns // width, width)
 
 

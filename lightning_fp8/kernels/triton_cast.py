@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import triton_block, triton_data, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
-from lightning_fp8.kernels.layout import empty_decode_scale
+from lightning_fp8.kernels.layout import Operands, empty_operands
 from lightning_fp8.kernels.reference import round_up, row_multiple
-from lightning_fp8.recipes import Cast
-
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 # Numbers of programs follow from sizes by arithmetic, with torch.sym_min for min: where a traced graph has symbols for
 # sizes, a comparison would need a graph for either outcome.
@@ -134,7 +132,7 @@ def cast_stored(
     """Tensorwise with the slot's scales, in one pass."""
     rows, columns = x.shape
     tile = tile or tile_of(columns)
-    out = _empty_operands(x, padded, straight, transposed)
+    out = empty_operands(x, padded, straight, transposed)
     launch(
         triton_stored.cast_stored,
         _tiles(padded, columns, tile),
@@ -164,7 +162,7 @@ def cast_from_data(
     if straight and transposed is None and modes[0] == triton_data.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
     tile = tile or tile_of(columns)
-    out = _empty_operands(x, padded, straight, transposed)
+    out = empty_operands(x, padded, straight, transposed)
     if triton_data.ROWS in modes:
         amaxes, count, most = row_and_column_scales(x, padded, straight, transposed, out, slot, launch=launch), 1, 1
         slot = None
@@ -241,7 +239,7 @@ def row_and_column_scales(
 def _cast_rows(x: Tensor, padded: int, straight: Cast, slot: Tensor | None, launch: Launch) -> Operands:
     """Rowwise, the straight operand alone: rows stay in registers between their amax and their codes."""
     rows, columns = x.shape
-    out = _empty_operands(x, padded, straight, None)
+    out = empty_operands(x, padded, straight, None)
     width = 1 << (columns - 1).bit_length()
     height = max(1, MIN_ROW_TILE // width)
     launch(
@@ -269,7 +267,7 @@ def cast_blocks_128(
     modes = _BLOCK_MODES[_granularity(straight)], _BLOCK_MODES[_granularity(transposed)]
     if tile is None:
         tile = VECTOR_BLOCK_TILE if triton_block.VECTOR in modes else SQUARE_BLOCK_TILE
-    out = _empty_operands(x, padded, straight, transposed)
+    out = empty_operands(x, padded, straight, transposed)
     launch(
         triton_block.cast_blocks_128,
         _tiles(padded, columns, tile),
@@ -289,12 +287,12 @@ def cast_blocks_32(
     straight: Cast | None,
     transposed: Cast | None,
     slot: Tensor | None,
-    tile: Tile = MX_TILE,
     launch: Launch = at_once,
 ) -> Operands:
     """1x32, in one pass."""
     rows, columns = x.shape
-    out = _empty_operands(x, padded, straight, transposed)
+    tile = MX_TILE
+    out = empty_operands(x, padded, straight, transposed)
     launch(
         triton_block.cast_blocks_32,
         _tiles(padded, columns, tile),
@@ -329,17 +327,6 @@ def is_even(rows: int, columns: int, tile: Tile) -> bool:
     """Whether every tile lies inside the matrix; it then has no padding either."""
     # bool: it is a constant of the kernel, also where a traced graph has symbols for sizes.
     return bool(rows % tile.rows == 0 and columns % tile.columns == 0)
-
-
-def _empty_operands(x: Tensor, padded: int, straight: Cast | None, transposed: Cast | None) -> Operands:
-    columns = x.shape[1]
-    return (*_empty_operand(x, padded, columns, straight), *_empty_operand(x, columns, padded, transposed))
-
-
-def _empty_operand(x: Tensor, rows: int, columns: int, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    if cast is None:
-        return x.new_empty(0), x.new_empty(0)
-    return x.new_empty((rows, columns), dtype=cast.format.dtype), empty_decode_scale(x, rows, columns, cast)
 
 
 def _pointers(out: Operands, straight: Cast | None, transposed: Cast | None) -> tuple[Tensor | None, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import triton_block, triton_cast, triton_data, triton_stored
 from lightning_fp8.kernels.launch import in_graph
-from lightning_fp8.recipes import Cast
 
 
 @torch.library.triton_op("lightning_fp8::triton_cast", mutates_args={"slot"})
@@ -25,7 +25,7 @@ def cast(
 
 
 # Compiled graphs that are kept on disk must not outlive a change of the kernels. torch looks for kernels in the
-# function above alone, and finds none there.
+# function above alone, and finds none there. The table is private to torch: a test tells where it has moved.
 _kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_to_kernels", {})
 _kernels_of["lightning_fp8::triton_cast"] = [
     triton_stored.cast_stored,

@@ -24,10 +24,10 @@ from lightning_fp8.kernels.triton_common import (
     reciprocal,
     times,
 )
+from lightning_fp8.statistics import SCALE, SCALE_TRANSPOSED
 
-#: Fields of a slot, see ``lightning_fp8.statistics``.
-_SCALE = tl.constexpr(1)
-_SCALE_TRANSPOSED = tl.constexpr(2)
+_SCALE = tl.constexpr(SCALE)
+_SCALE_TRANSPOSED = tl.constexpr(SCALE_TRANSPOSED)
 #: What `cast_stored` may make of the transposed operand, beside codes and nothing: no codes, but it settles the scale
 #: and keeps it, in the place of the decode scale, for `cast_later`.
 LATER = 2

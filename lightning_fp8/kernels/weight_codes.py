@@ -7,11 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp8.formats import Format
-from lightning_fp8.kernels.block_codec import _uncast, has_fp8_conversions
+from lightning_fp8.kernels.block_codec import TILE, WARPS, uncast
+from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.statistics import SCALE
-
-_TILE, _WARPS = 2048, 4  # values per program, of which each thread loads 16
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def _decode_kernel(
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = column < columns
     codes = tl.load(messages + row * message_stride + column, mask=inside, other=0)
-    values = _uncast(codes, MANTISSA_BITS, BIAS, NATIVE) * tl.div_rn(1.0, tl.load(slot + SCALE))
+    values = uncast(codes, MANTISSA_BITS, BIAS, NATIVE) * tl.div_rn(1.0, tl.load(slot + SCALE))
     values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)  # The one code for NaN, in both formats.
     tl.store(out + row * out_stride + column, values, mask=inside)
 
@@ -40,13 +39,13 @@ def decode(messages: Tensor, out: Tensor, slot: Tensor, fmt: Format, native: boo
         native: use the GPU's FP8 conversion; by default where it has one.
     """
     if native is None:
-        native = has_fp8_conversions(out.device)
+        native = has_fast_casts(out.device)
     rows, columns = out.shape
     at_once(
         _decode_kernel,
-        (-(-columns // _TILE), rows),
+        (-(-columns // TILE), rows),
         (messages, out, slot),
         (columns, messages.stride(0), out.stride(0)),
-        (SCALE, _TILE, fmt.mantissa_bits, fmt.bias, native),
-        _WARPS,
+        (SCALE, TILE, fmt.mantissa_bits, fmt.bias, native),
+        WARPS,
     )

@@ -34,9 +34,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.optimizers import parameters_of
-from lightning_fp8.ranks import local_values
+from lightning_fp8.ranks import local_values, world_size
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
+from lightning_fp8.recovery.spikes import Thresholds
 from lightning_fp8.recovery.verdict import (
     NO_LOSS,
     REJECTED,
@@ -44,7 +45,6 @@ from lightning_fp8.recovery.verdict import (
     Finding,
     Judge,
     Layout,
-    Thresholds,
     for_message,
     seen_value,
 )
@@ -79,7 +79,6 @@ class StepGuard:
         thresholds: when a finite step is bad.
         mode: ``auto`` is fast where every optimizer is fused and no dynamic loss scale is used.
         scaler: of the loss, if there is one.
-        group: the ranks that must agree; None: the default group, if there is one.
 
     Attributes:
         fast: the mode, decided.
@@ -100,7 +99,6 @@ class StepGuard:
         thresholds: Thresholds | None = None,
         mode: Mode = "auto",
         scaler: torch.amp.GradScaler | LossScaler | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
@@ -113,13 +111,12 @@ class StepGuard:
         )
         self.fast, self._mode, self._model = _choose_mode(mode, optimizers, self.loss_scaled), mode, model
         self.fp8, self.scaler, self.optimizers = FP8Layers(model), scaler, list(optimizers)
-        self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.ranks = world_size()
         self.accepted: bool | None = True
-        self.judges = [self._judge(optimizer, group) for optimizer in self.optimizers]
+        self.judges = [self._judge(optimizer) for optimizer in self.optimizers]
         self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
         self.device = self.judges[0].device
         self.flag = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._group = group
         self._buffers = MovedBuffers(model)
         self._batches: list[Tensor] = []
         self._losses: list[tuple[Tensor, Tensor | None]] = []
@@ -129,11 +126,11 @@ class StepGuard:
         self._pending: list[_Pending] = []
         self._window = 0
 
-    def _judge(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> Judge:
+    def _judge(self, optimizer: Optimizer) -> Judge:
         parameters = parameters_of(optimizer)
         if not parameters:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
-        return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device, group)
+        return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device)
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -297,7 +294,7 @@ class StepGuard:
         message[: len(names)] = bad
         message[len(names) + self.judges[0].rank] = bad.max()
         if self.ranks > 1 and not alone:
-            dist.all_reduce(message, dist.ReduceOp.MAX, self._group)
+            dist.all_reduce(message, dist.ReduceOp.MAX)
         seen = [seen_value(entry) for entry in message.cpu()]
         ranks = tuple(rank for rank in range(self.ranks) if not math.isfinite(seen[len(names) + rank]))
         return [

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, NativeBackend, Support
+from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 from lightning_fp8.selection import Decision, in_compiled, linear_layers
 from lightning_fp8.tuning.layers import measure_host, measure_layer
@@ -193,7 +194,7 @@ def _from_rank_zero(choose: Callable[[], Chosen]) -> Chosen:
     Raises:
         RuntimeError: rank 0 could not choose; there its own exception is raised.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return choose()
     message: list[Chosen | None] = [None]
     try:

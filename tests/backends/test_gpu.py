@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection, StaticScaling, convert_model
 from lightning_fp8 import step as fp8_step
 from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import fbgemm, reference
 from lightning_fp8.model import conversions
-from lightning_fp8.recipes import RECIPE_NAMES, ROLES, Cast, Recipe, get_recipe
+from lightning_fp8.recipes import RECIPE_NAMES, ROLES, Recipe, get_recipe
 from lightning_fp8.statistics import LAST_AMAX, SCALE
 from tests.backends.models import ALL, FUSE, Block
 

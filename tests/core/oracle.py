@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fp8.recipes import Cast
+from lightning_fp8.casts import Cast
 
 DTYPES = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
 BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from core import oracle
+from lightning_fp8.casts import Cast
 from lightning_fp8.ops import LinearCasts, cast, scaled_linear, scaled_mm
 from lightning_fp8.recipes import (
     RECIPE_NAMES,
     ROLES,
     BlockwiseScaling,
-    Cast,
     DelayedScaling,
     MXFP8Scaling,
     Recipe,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fp8
+from lightning_fp8.casts import SIZE_MULTIPLE, Cast
 from lightning_fp8.formats import E4M3, E5M2, MAX_SCALE, compute_scale
 from lightning_fp8.recipes import (
     GEMMS_OF,
@@ -20,9 +21,7 @@ from lightning_fp8.recipes import (
     OPERANDS_OF,
     RECIPE_NAMES,
     ROLES,
-    SIZE_MULTIPLE,
     BlockwiseScaling,
-    Cast,
     DelayedScaling,
     MXFP8Scaling,
     Recipe,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from core import oracle
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import reference
-from lightning_fp8.recipes import GEMMS_OF, Cast, RowwiseScaling, TensorwiseScaling, get_recipe
+from lightning_fp8.recipes import GEMMS_OF, RowwiseScaling, TensorwiseScaling, get_recipe
 from lightning_fp8.statistics import AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
 
 GRANULARITIES = ["tensorwise", "rowwise", "1x128", "128x128", "1x32"]

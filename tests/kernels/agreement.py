@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import reference, triton_cast, triton_stored
 from lightning_fp8.kernels.launch import at_once, by_triton
-from lightning_fp8.recipes import Cast
 
 UNSET = (-1.0, 0.0, 0.0, -1.0)
 #: Settings of tensorwise and rowwise casts, straight and transposed.

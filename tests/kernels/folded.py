@@ -15,12 +15,12 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source, reference, triton_cast, triton_common, triton_stored
 from lightning_fp8.kernels.folding import KernelOfCast, launch_of, leading_to, on_values
 from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.triton_stored import LATER
-from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
 

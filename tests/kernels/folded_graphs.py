@@ -24,11 +24,11 @@ from torch._inductor.decomposition import select_decomp_table
 from triton.backends.compiler import GPUTarget
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3
 from lightning_fp8.kernels.folding import BLOCK, FoldIntoCasts
 from lightning_fp8.kernels.launch_nodes import arguments_of
 from lightning_fp8.kernels.triton_stored import LATER, cast_later
-from lightning_fp8.recipes import Cast
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.traced import written_by
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.kernels.scale_update import step_scales
-from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import E4M3, E5M2, UNSET, casts, check_cast, check_later, mixed_values
 from tests.kernels.updates import RECIPES, check_update
 

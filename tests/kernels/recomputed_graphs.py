@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2, quantize
 from lightning_fp8.kernels import reference
 from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of
 from lightning_fp8.kernels.recomputing import RecomputeTransposed
 from lightning_fp8.kernels.triton_stored import LATER
 from lightning_fp8.model import conversions
-from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE_TRANSPOSED
 from tests.kernels.folded_graphs import (
     WIDTH,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import reference
-from lightning_fp8.recipes import Cast
 from tests.kernels.agreement import (
     SETTINGS,
     UNSET,
@@ -171,10 +171,9 @@ def test_decode_scales_suit_cublas() -> None:
     x = torch.randn(256, 512, device=DEVICE)
     for straight, transposed in [*KINDS, ("1x128", "1x128"), ("128x128", "128x128"), ("1x32", "1x32")]:
         pair = Cast(E4M3, straight), Cast(E4M3, transposed)
-        outputs = kernels.cast(x, *pair, None, False)
-        for decode, (rows, columns), cast in zip(outputs[1::2], ((256, 512), (512, 256)), pair, strict=True):
+        operands = kernels.cast(x, *pair, None, False), kernels.empty_operands(x, 256, *pair)
+        for decode, like in zip(operands[0][1::2], operands[1][1::2], strict=True):
             assert decode.data_ptr() % 16 == 0
-            like = kernels.empty_decode_scale(x, rows, columns, cast)
             assert (decode.shape, decode.stride()) == (like.shape, like.stride())
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model, ops
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source
 from lightning_fp8.kernels.reference import dequantize_operand
-from lightning_fp8.recipes import Cast
 from lightning_fp8.statistics import SCALE
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.agreement import UNSET

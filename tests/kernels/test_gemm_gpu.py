@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lightning_fp8 import kernels
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import gemm, reference
 from lightning_fp8.kernels.capability import Hardware, supports
-from lightning_fp8.recipes import Cast, DelayedScaling
+from lightning_fp8.recipes import DelayedScaling
 from tests.kernels.updates import RECIPES, check_update
 
 GRANULARITIES = ("tensorwise", "rowwise", "1x128", "128x128", "1x32")

@@ -54,6 +54,24 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
     }
 
 
+def test_torch_knows_the_kernels_of_the_operator() -> None:
+    """Their code is part of the keys of compiled graphs on disk, and torch has no public way to be told of them."""
+    from torch._library.triton import get_triton_kernels_for_op  # What makes the keys asks this.
+
+    from lightning_fp8.kernels import triton_op  # noqa: F401 (registers the operator)
+
+    known = get_triton_kernels_for_op(torch.ops.lightning_fp8.triton_cast.default._name)
+    assert {kernel.__name__ for kernel in known} == {
+        "cast_stored",
+        "amax_partials",
+        "row_and_column_scales",
+        "cast_from_amaxes",
+        "cast_rows",
+        "cast_blocks_128",
+        "cast_blocks_32",
+    }
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])

@@ -17,9 +17,9 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import triton_cast
-from lightning_fp8.recipes import Cast
 
 
 def written_by(kernel: Any, arguments: dict[str, Any]) -> list[str]:

@@ -159,7 +159,7 @@ def test_every_what_if_has_a_name_and_scales_of_its_own() -> None:
 
 def test_a_sample_of_rows_gives_about_the_same() -> None:
     from lightning_fp8.cast_statistics import cast_statistics
-    from lightning_fp8.recipes import Cast
+    from lightning_fp8.casts import Cast
 
     x = torch.randn(2048, 256, generator=torch.Generator().manual_seed(0))
     for words in ("e4m3/tensorwise", "e5m2/rowwise/pow2", "e4m3/1x128", "e4m3/128x128", "e4m3/1x32"):

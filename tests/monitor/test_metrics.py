@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fp8.casts import Cast
 from lightning_fp8.metrics import SQNR, Amax, SaturationRate, UnderflowRate
-from lightning_fp8.recipes import Cast
 
 
 def data(seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fp8 import convert_model, step
 from lightning_fp8.recovery.guard import StepGuard
-from lightning_fp8.recovery.verdict import Thresholds
+from lightning_fp8.recovery.spikes import Thresholds
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),

@@ -11,7 +11,7 @@ from lightning_fp8 import convert_model, step
 from lightning_fp8.model import conversions
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.snapshot import Snapshots
-from lightning_fp8.recovery.verdict import SpikeStatistics, Thresholds
+from lightning_fp8.recovery.spikes import SpikeStatistics, Thresholds
 
 
 class CountsInPlainNumbers(torch.optim.Optimizer):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fp8.recovery.verdict import MAD_TO_SIGMA, Judge, Layout, SpikeStatistics, Thresholds
+from lightning_fp8.recovery.spikes import MAD_TO_SIGMA, SpikeStatistics, Thresholds
+from lightning_fp8.recovery.verdict import Judge, Layout
 
 NAN, INF = math.nan, math.inf
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -117,8 +118,8 @@ def test_a_nan_never_poisons_later_verdicts():
 def test_spikes_of_loss_and_gradient_norm_are_told_apart():
     judge_ = make_judge(warmup=4, window=8, spike=5.0)
     for step in range(6):
-        assert not judge(judge_, 1.0 + 0.01 * step, [3.0, 4.0])[0]
-    assert judge_.grad_norm == 5.0
+        rejected, finding = judge(judge_, 1.0 + 0.01 * step, [3.0, 4.0])
+        assert not rejected and finding.grad_norm == 5.0
     rejected, finding = judge(judge_, 10.0, [3.0, 4.0])
     assert rejected and finding.finite and [(c.what, c.where) for c in finding.culprits] == [("spike", "loss")]
     rejected, finding = judge(judge_, 1.0, [300.0, 4.0])
@@ -147,7 +148,7 @@ def test_missing_gradients_count_as_none():
     judge_ = make_judge(3)
     judge_.parameters[1].grad = torch.tensor([3.0, 0.0, 4.0])
     assert not judge_.judge(torch.tensor(1.0))
-    assert judge_.grad_norm == 5.0
+    assert judge_.layout.findings(judge_.message, judge_.scores, judge_.thresholds).grad_norm == 5.0
     judge_.parameters[1].grad = torch.tensor([NAN, 0.0, 4.0])
     assert judge_.judge(torch.tensor(1.0))
     finding = judge_.layout.findings(judge_.message, judge_.scores, judge_.thresholds)
