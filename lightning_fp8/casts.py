@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_fp8.formats import MAX_SCALE, Format, compute_scale, get_format
+from lightning_fp8.formats import MAX_SCALE, Format, compute_e8m0_decode_scale, compute_scale, get_format
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 
@@ -50,7 +50,9 @@ class Cast:
         return SIZE_MULTIPLE[self.granularity]
 
     def scale(self, amax: Tensor) -> Tensor:
-        """The scale of values up to ``amax``, by :func:`~lightning_fp8.formats.compute_scale`; not that of ``1x32``."""
+        """The scale of values up to ``amax``, fp32, any shape; see :mod:`lightning_fp8.formats`."""
+        if self.granularity == "1x32":
+            return 1 / compute_e8m0_decode_scale(amax, self.format)
         return compute_scale(amax, self.format.max, self.margin, self.power_of_two, self.max_scale)
 
     def __post_init__(self) -> None:

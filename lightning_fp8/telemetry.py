@@ -199,7 +199,8 @@ def readout(data: Tensor, recipes: list[Recipe | None], amax_column: int = AMAX)
                 continue
             stored = data[rows, column, SCALE if recipe.casts[role].straight else SCALE_TRANSPOSED]
             own = amax[rows, column]
-            derived = cast.scale(own)
+            # What is not finite tells no scale.
+            derived = torch.where(own.isfinite(), cast.scale(own), 1.0)
             used = torch.where(stored > 0, stored, derived)
             scale[rows, column] = torch.where(own < 0, torch.nan, used)
             headroom[rows, column] = torch.where(own > 0, torch.log2(cast.format.max / (own * used)), torch.nan)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.casts import BLOCK_SIZES, Cast
-from lightning_fp8.formats import code_values, compute_e8m0_decode_scale, quantize, tells_scale
+from lightning_fp8.formats import code_values, quantize, tells_scale
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
 
 
@@ -110,12 +110,8 @@ def _cast_one(
         return values.to(cast.format.dtype), values.new_ones(decode_scale_shape(rows, columns, cast))
     blocks = _as_blocks(values, cast)
     block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    if cast.granularity == "1x32":
-        decode = compute_e8m0_decode_scale(block_amax, cast.format)
-        scale = 1 / decode
-    else:
-        scale = cast.scale(block_amax)
-        decode = 1 / scale
+    scale = cast.scale(block_amax)
+    decode = 1 / scale
     codes = quantize(blocks, scale, cast.format, finite).view(rows, columns)
     return codes, decode.view(decode_scale_shape(rows, columns, cast))
 

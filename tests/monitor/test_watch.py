@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, step
-from lightning_fp8.recipes import ROLES
+from lightning_fp8.recipes import ROLES, get_recipe
 from lightning_fp8.statistics import AMAX, NOT_SEEN
-from lightning_fp8.telemetry import Telemetry, readout
+from lightning_fp8.telemetry import Telemetry, history_entry, readout
 
 
 class Block(nn.Module):
@@ -177,6 +178,15 @@ def test_scales_of_data_follow_from_the_amax() -> None:
     scale = told.scale[0, 0].item()
     assert scale == 2.0 ** (torch.log2(448 / told.amax[0, 0]).floor().item())
     assert 0 <= told.headroom[0, 0] < 1
+
+
+def test_scales_of_microscaling_blocks_are_powers_of_two() -> None:
+    data = torch.zeros(1, 3, 4)
+    data[0, :, AMAX] = torch.tensor([3.0, 0.0, torch.inf])
+    told = readout(data, [get_recipe("mxfp8")])
+    assert told.scale[0, 0] == 128.0  # 448 / 3 is 149.3.
+    assert told.headroom[0, 0] == pytest.approx(math.log2(448 / 384))
+    assert history_entry(told)[0, :, 1].isinf().tolist() == [False, False, True]
 
 
 def test_a_copied_model_does_not_write_into_the_first() -> None:
