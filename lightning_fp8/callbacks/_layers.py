@@ -95,6 +95,10 @@ class LayerCallback(Callback):
             raise RuntimeError(f"{type(self).__name__} works inside Trainer.fit only: is it among its callbacks?")
         return self._telemetry
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loaded = None  # An evaluation may have loaded another run's.
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._telemetry = Telemetry.attach(pl_module)

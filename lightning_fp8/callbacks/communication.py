@@ -114,6 +114,7 @@ class FP8Communication(Callback):
         """Refuse what cannot be, before anything is changed."""
         if stage != "fit":
             return
+        self._saved = None  # An evaluation may have loaded another run's.
         strategy: Any = trainer.strategy
         name = type(strategy).__name__
         if trainer.world_size == 1:

@@ -105,6 +105,7 @@ class FP8HealthMonitor(LayerCallback):
         self._worst: tuple[str, str, float] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and "recover" in self.actions.values():
             self._recovery(trainer)
 

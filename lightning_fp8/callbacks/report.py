@@ -102,6 +102,7 @@ class FP8Report(LayerCallback):
     # Hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.path is None:
             self._default_path = Path(run_directory(trainer), PAGE_NAME)
 

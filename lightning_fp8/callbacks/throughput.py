@@ -85,6 +85,7 @@ class FP8Throughput(Callback):
         self.metrics: dict[str, float] = {}
         self._counted: tuple[Flops, int] | None = None
         self._counted_for: int | None = None
+        self._loaded: dict[str, Any] | None = None
         self._counting: StepFlops | None = None
         self._stance: Any = None
         self._begin_run()
@@ -98,13 +99,20 @@ class FP8Throughput(Callback):
 
     # Hooks
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loaded = None  # An evaluation may have loaded another run's.
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_run()
         self._clock = _Clock(trainer.strategy.root_device)
         self._start_step = trainer.global_step
-        if self._counted_for not in (None, id(pl_module)):
-            self._counted = None  # Another model: what a checkpoint brought has no model yet.
+        if self._counted_for != id(pl_module):
+            self._counted = None
         self._counted_for = id(pl_module)
+        saved, self._loaded = self._loaded, None
+        if saved is not None:
+            self._counted = Flops(saved["fp8"], saved["high"]), saved["units"]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -168,13 +176,12 @@ class FP8Throughput(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A resumed run does not count again: its first batch runs compiled, as it did in the run that goes on.
         if self._counted is None:
-            return {}
+            return self._loaded or {}
         flops, units = self._counted
         return {"fp8": flops.fp8, "high": flops.high, "units": units}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            self._counted = Flops(state_dict["fp8"], state_dict["high"]), state_dict["units"]
+        self._loaded = state_dict or None
 
     # How
 
