@@ -51,6 +51,9 @@ class LayerCallback(Callback):
 
     # What a subclass says
 
+    def _forget(self) -> None:
+        """A run of its own is set up: let go of what an earlier one left."""
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         """A fit begins."""
 
@@ -98,6 +101,8 @@ class LayerCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._loaded = None  # An evaluation may have loaded another run's.
+            if trainer.global_step == 0:
+                self._forget()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer

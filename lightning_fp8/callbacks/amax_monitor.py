@@ -54,7 +54,8 @@ class AmaxMonitor(LayerCallback):
 
     Attributes:
         history: ``history.steps``, int64 ``[n]``, and ``history.values``, fp32 ``[n, layers, 3, 2]``: log2(amax) and
-            headroom, NaN where there is nothing to tell, Inf where not finite. ``None`` before the first fit.
+            headroom, NaN where there is nothing to tell, Inf where not finite. It goes on over resumes, and begins anew
+            with a new run; ``None`` before the first fit.
 
     Raises:
         ValueError: a number makes no sense, or ``what_if`` without steps for statistics.
@@ -122,6 +123,9 @@ class AmaxMonitor(LayerCallback):
         # Several may look at different layers, or at different steps.
         statistics = self.statistics_every_n_steps
         return self._generate_state_key(layers=self.layers, every_n_steps=self.every_n_steps, statistics=statistics)
+
+    def _forget(self) -> None:
+        self.history = None
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)

@@ -70,7 +70,7 @@ class FP8HealthMonitor(LayerCallback):
 
     Attributes:
         events: the last 1000, the oldest first.
-        counts: events of each kind, over resumes.
+        counts: events of each kind, over resumes; like ``events`` they begin anew with a new run.
         verdict: bool ``[]`` on the device, the same on all ranks: the step that is about to be taken has an event whose
             action is ``recover``. It is there when callbacks after this one see ``on_before_optimizer_step``.
 
@@ -117,6 +117,9 @@ class FP8HealthMonitor(LayerCallback):
         raise MisconfigurationException(
             "FP8HealthMonitor with the action 'recover' needs a SkipBatchRecovery after it in the list of callbacks."
         )
+
+    def _forget(self) -> None:
+        self.events, self.counts, self._health = [], Counter(), None
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._names = list(telemetry.names)

@@ -74,7 +74,7 @@ class FP8Report(LayerCallback):
         self._default_path: Path | None = None
         self._names: list[str] = []
         self._layers: ThinnedHistory | None = None
-        self._curves = ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), history))
+        self._curves = _curves(history)
         self._last: Readout | None = None
         self._clock: tuple[float, int] | None = None
         self._paused = 0.0
@@ -105,6 +105,9 @@ class FP8Report(LayerCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.path is None:
             self._default_path = Path(run_directory(trainer), PAGE_NAME)
+
+    def _forget(self) -> None:
+        self._layers, self._last, self._curves = None, None, _curves(self.history)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._names = list(telemetry.names)
@@ -237,6 +240,10 @@ class FP8Report(LayerCallback):
         self._curves.load_state_dict(state["curves"])
         if self._layers is not None:
             self._layers.load_state_dict(state["layers"], rows_of(self._names, state["names"]))
+
+
+def _curves(wished: int) -> ThinnedHistory:
+    return ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), wished))
 
 
 def _others(trainer: pl.Trainer) -> list[LayerCallback]:

@@ -77,7 +77,7 @@ class FP8Throughput(Callback):
         if unit == "auto" and count is not None:
             raise ValueError("count needs a unit: unit='tokens' or unit='samples'.")
         self.every_n_steps = every_n_steps
-        self.unit: str = unit
+        self.unit = unit
         self.count = count
         self.flops = flops
         self.peak = peak
@@ -92,6 +92,7 @@ class FP8Throughput(Callback):
 
     def _begin_run(self) -> None:
         self._clock = _Clock(torch.device("cpu"))
+        self._unit: str = self.unit
         self._units = 0
         self._done = Flops(0.0, 0.0)
         self._first_step: int | None = None
@@ -102,6 +103,8 @@ class FP8Throughput(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._loaded = None  # An evaluation may have loaded another run's.
+            if trainer.global_step == 0:
+                self._counted, self.metrics = None, {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_run()
@@ -198,9 +201,9 @@ class FP8Throughput(Callback):
             return int(self.count(batch))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         tokens = next((t for t in tensors if t.ndim == 2 and t.dtype in _INTEGERS), None)
-        if self.unit == "auto":
-            self.unit = "tokens" if tokens is not None else "samples"
-        if self.unit == "tokens":
+        if self._unit == "auto":
+            self._unit = "tokens" if tokens is not None else "samples"
+        if self._unit == "tokens":
             return tokens.numel() if tokens is not None else 0
         return tensors[0].shape[0] if tensors else 0
 
@@ -224,8 +227,8 @@ class FP8Throughput(Callback):
         per_device = numbers["units"] / seconds
         whole = per_device * numbers["replicas"]
         metrics = {
-            f"{self.unit}_per_second": whole,
-            f"{self.unit}_per_second_per_device": per_device,
+            f"{self._unit}_per_second": whole,
+            f"{self._unit}_per_second_per_device": per_device,
             "steps_per_second": numbers["steps"] / seconds,
         }
         if sum(flops):
@@ -235,7 +238,7 @@ class FP8Throughput(Callback):
                 metrics["mfu"] = peak.ideal_seconds(*flops) / seconds
         if self.price_per_device_hour is not None and whole:
             hours = 1e9 / whole / 3600
-            metrics[f"cost_per_billion_{self.unit}"] = hours * trainer.world_size * self.price_per_device_hour
+            metrics[f"cost_per_billion_{self._unit}"] = hours * trainer.world_size * self.price_per_device_hour
         self.metrics = {f"throughput/{name}": value for name, value in metrics.items()}
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.log_metrics(self.metrics, step=step)

@@ -59,15 +59,18 @@ def test_what_a_fault_leaves_behind_is_the_same_event() -> None:
 
 
 def test_another_fit_is_another_event() -> None:
-    monitor = FP8HealthMonitor()
-    for _ in range(2):
-        fault = Fault(1, MIDDLE, "input", math.nan)
-        fit(monitor, Plant(fault, keep_gradients=True), steps=3, plugin=precision())
-    assert [(event.step, event.steps) for event in monitor.events] == [(1, 2), (1, 2)]
+    monitor, model = FP8HealthMonitor(), Net()
+    plant = Plant(Fault(1, MIDDLE, "input", math.nan), keep_gradients=True)
+    trainer = make_trainer([monitor, plant], -1, precision(), max_epochs=1)
+    trainer.fit(model, batches(3))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, batches(3))
+    # The weights are spoilt by now.
+    assert [(event.step, event.steps) for event in monitor.events] == [(1, 2), (3, 3)]
     ruined = Net()
     torch.nn.init.constant_(ruined.late.weight, math.nan)
     fit(monitor, steps=1, plugin=precision(), model=ruined)
-    assert [(event.step, event.layer, event.role) for event in monitor.events[2:]] == [(0, MIDDLE, "weight")]
+    assert [(event.step, event.layer, event.role) for event in monitor.events] == [(0, MIDDLE, "weight")]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", None])
@@ -343,7 +346,10 @@ def test_the_progress_bar_shows_skipped_steps() -> None:
 
 
 def test_events_are_bounded() -> None:
+    class Troubled(Net):
+        def on_train_start(self) -> None:
+            monitor.events = [HealthEvent("spike", 0, LAST, "input", (0,), 4.0, 1.0)] * 1000
+
     monitor = FP8HealthMonitor()
-    monitor.events = [HealthEvent("spike", 0, LAST, "input", (0,), 4.0, 1.0)] * 1000
-    fit(monitor, Plant(Fault(1, FIRST, "input", math.nan)), steps=3)
+    fit(monitor, Plant(Fault(1, FIRST, "input", math.nan)), steps=3, model=Troubled())
     assert len(monitor.events) == 1000 and monitor.events[-1].layer == FIRST

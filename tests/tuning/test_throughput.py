@@ -68,7 +68,7 @@ class Memory(DummyLogger):
 
 def fit(callback: FP8Throughput, steps: int = 7, **settings: Any) -> Memory:
     memory = Memory()
-    data = DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
+    data = settings.pop("data", None) or DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
     model = settings.pop("model", None) or Net()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -169,20 +169,38 @@ def test_counting_changes_no_number_of_the_training() -> None:
     assert torch.equal(trained(FP8Throughput()), trained(FP8Throughput(flops=lambda batch: 1.0)))
 
 
-def test_another_model_is_counted_anew() -> None:
+def test_a_second_fit_counts_anew_only_where_the_model_is_another() -> None:
     class Wide(Net):
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Linear(2 * WIDTH, 64 * 5)
 
     callback, model = FP8Throughput(), Net()
-    fit(callback, steps=2, model=model)
+    data = DataLoader(torch.randint(64, (8, LENGTH)), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
     first = callback._counted
-    fit(callback, steps=2, model=model)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data)
     assert callback._counted is first
-    wide = Wide()
-    fit(callback, steps=2, model=wide)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Wide(), data)
     assert callback._counted is not None and first is not None and callback._counted[0].high > first[0].high
+
+
+def test_the_unit_is_found_anew_in_another_run() -> None:
+    class OfNumbers(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch.long(), batch_idx)
+
+    callback = FP8Throughput(every_n_steps=2)
+    assert "throughput/tokens_per_second" in fit(callback).rows[-1][1]
+    data = DataLoader(torch.zeros(64, LENGTH), batch_size=4)
+    row = fit(callback, model=OfNumbers(), data=data).rows[-1][1]
+    assert row["throughput/samples_per_second"] == pytest.approx(4 * row["throughput/steps_per_second"])
 
 
 def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
