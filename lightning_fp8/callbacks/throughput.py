@@ -127,13 +127,10 @@ class FP8Throughput(Callback):
             self._counting.__enter__()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        # Backward is counted by its forward; what checkpointing computes again is none of the model's.
-        if self._counting is not None:
+        # What follows is none of the model's, such as the products of an optimizer. In manual optimization another
+        # forward may come.
+        if self._counting is not None and pl_module.automatic_optimization:
             self._counting.stop()
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._counting is not None and not pl_module.automatic_optimization:  # Another forward may follow.
-            self._counting.__enter__()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

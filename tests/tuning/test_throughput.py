@@ -365,14 +365,50 @@ def test_what_takes_no_gradient_counts_less_in_whatever_precision(model: Product
         convert_model(model, layers=LayerSelection(head=True))
     if kind == "native":
         pretend_native(model)
-    with torch.autocast("cpu", torch.bfloat16), StepFlops(*_converted_layers(model)) as counter:
-        # 15 rows: emulated products have 16, which are none of the model's.
-        loss = model.training_step(torch.randn(15, 32).requires_grad_(model.reentrant is True))
-    loss.backward()
+    with StepFlops(*_converted_layers(model)) as counter:
+        with torch.autocast("cpu", torch.bfloat16):
+            # 15 rows: emulated products have 16, which are none of the model's.
+            loss = model.training_step(torch.randn(15, 32).requires_grad_(model.reentrant is True))
+        # It is counted already, and so is what checkpointing computes again.
+        loss.backward()
     one = 2 * 15 * 32 * 32
     assert sum(counter.flops) == expected * one
     if kind != "native":
         assert counter.flops.fp8 == 0
+
+
+def test_a_backward_that_is_differentiated_counts_as_a_forward() -> None:
+    x, w = torch.randn(15, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    with StepFlops([]) as counter:
+        (slope,) = torch.autograd.grad((x @ w).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    # Two products, each with two of its backward.
+    assert counter.flops.high == 2 * 3 * 2 * 15 * 32 * 32
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("through", ["the Trainer", "loss.backward"])
+def test_steps_by_hand_count_as_lightning_takes_them(through: str, precision: str) -> None:
+    """With two optimizers, each with a loss of its own."""
+
+    class ByHand(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss) if through == "the Trainer" else loss.backward()
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters()) for layer in (self.up, self.head)]
+
+    callback = FP8Throughput()
+    fit(callback, steps=2, model=ByHand(), plugins=[FP8Precision()] if precision == "fp8" else None)
+    assert callback._counted is not None
+    up, head = linear_flops(4 * LENGTH)
+    assert sum(callback._counted[0]) == 2 * (up + head + attention_flops(4))
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
