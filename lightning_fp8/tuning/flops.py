@@ -42,8 +42,8 @@ class StepFlops:
     else by torch's own formulas (``torch.utils.flop_counter``: products, convolutions, attention without regard to a
     mask). Backward counts one product for each operand that takes a gradient, twice the forward for attention; so what
     is frozen or runs under ``no_grad`` counts less. A backward that runs meanwhile counts nothing more, nor does what
-    activation checkpointing computes again in it: FLOPs are the model's. Inside an autograd function, as reentrant checkpointing is one, it is not seen what
-    takes a gradient: everything there is taken to.
+    activation checkpointing computes again in it: FLOPs are the model's. Inside an autograd function, as reentrant
+    checkpointing is one, it is not seen what takes a gradient: everything there is taken to.
 
     Args:
         fp8_layers: the layers that multiply in FP8.
