@@ -150,11 +150,12 @@ class FP8HealthMonitor(LayerCallback):
         if self.progress_bar and self._worst is not None:
             show_worst_layer(trainer, pl_module, *self._worst, skipped_steps(trainer))
 
-    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
-        self._running().commit(self.telemetry.kept(window))
-        if self._observed is None:
-            raise RuntimeError("An optimizer step was completed without on_before_optimizer_step.")
+    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor | None:
         observed, self._observed = self._observed, None
+        # Lightning counts a step too where the user's own optimizer_step() takes none: this batch is judged with the
+        # next step, for its window goes on until then.
+        if observed is not None:
+            self._running().commit(self.telemetry.kept(window))
         return observed
 
     def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
 from torch import Tensor
 
+from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 from lightning_fp8.health import HealthEvent
@@ -304,6 +305,27 @@ def test_backwards_that_pass_the_trainer_by_are_seen(layer: str, role: str) -> N
     trainer.fit(net, batches(12))
     assert [(e.step, e.layer, e.role) for e in monitor.events] == [(8, layer, role)]
     assert monitor._health is not None and monitor._health.count.max() == 12
+
+
+class EverySecond(Net):
+    """The closure alone on every other batch: Lightning counts a step there as well."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("layer", [MIDDLE, LAST])  # In FP8, and in high precision.
+@pytest.mark.parametrize("planted", [4, 5])
+def test_batches_without_an_optimizer_step_are_judged_with_the_next_one(planted: int, layer: str) -> None:
+    monitor, amaxes = FP8HealthMonitor(), AmaxMonitor(every_n_steps=1)
+    plant = Plant(Fault(planted, layer, "input", math.nan))
+    fit(monitor, amaxes, plant, steps=10, plugin=precision(), model=EverySecond())
+    assert [(event.step, event.layer, event.role) for event in monitor.events] == [(5, layer, "input")]
+    assert monitor._health is not None and monitor._health.count[:, ROLES.index("weight")].tolist() == [5] * 4
+    assert amaxes.history.steps.tolist() == list(range(10))
 
 
 def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
