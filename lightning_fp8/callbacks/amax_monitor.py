@@ -135,7 +135,7 @@ class AmaxMonitor(LayerCallback):
             self.history = ThinnedHistory(shape, capacity_for(shape, self.history_capacity))
         self._statistics_of, self._readings, self._undrawn = None, 0, None
         if self.statistics_every_n_steps is not None:
-            self._statistics = OperandStatistics(telemetry, self._rows, self.what_if, self.sample_rows)
+            self._statistics = OperandStatistics(pl_module, telemetry, self._rows, self.what_if, self.sample_rows)
 
     def _due(self, trainer: pl.Trainer) -> bool:
         interval = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -163,6 +163,12 @@ class AmaxMonitor(LayerCallback):
         if self._statistics is not None:
             self._statistics.end()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._statistics is not None and self._statistics.running:
+            # The epoch was left as a batch began: its step is still to come.
+            self._statistics.end()
+            self._statistics_of = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._statistics is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.checks import check_function, check_number
+from lightning_fp8.eager import run_eagerly
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.flops import Flops, StepFlops
 from lightning_fp8.tuning.peaks import Peak, peak_of
@@ -86,8 +87,7 @@ class FP8Throughput(Callback):
         self._counted: tuple[Flops, int] | None = None
         self._counted_for: int | None = None
         self._loaded: dict[str, Any] | None = None
-        self._counting: StepFlops | None = None
-        self._stance: Any = None
+        self._counting: tuple[StepFlops, Callable[[], None]] | None = None
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -120,25 +120,25 @@ class FP8Throughput(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._stop_counting()
         if self.flops is None and self._counted is None:
-            self._counting = StepFlops(*_converted_layers(pl_module))
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-            self._counting.__enter__()
+            counter = StepFlops(*_converted_layers(pl_module))
+            self._counting = counter, run_eagerly(pl_module)
+            counter.__enter__()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         # What follows is none of the model's, such as the products of an optimizer. In manual optimization another
         # forward may come.
         if self._counting is not None and pl_module.automatic_optimization:
-            self._counting.stop()
+            self._counting[0].stop()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._read(trainer)
         units = self._units_of(batch)
-        if self._counting is not None:
-            flops = self._stop_counting()
+        flops = self._stop_counting()
+        if flops is not None:
             self._counted = flops, max(units, 1)
         if trainer.global_step == self._start_step:
             return  # Gradients of the first step still accumulate.
@@ -166,12 +166,17 @@ class FP8Throughput(Callback):
         if self._first_step is not None:
             self._clock.start()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_counting()  # The epoch may have been left as its first batch began.
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._counting is not None:
-            self._stop_counting()
+        self._stop_counting()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop_counting()
 
     def state_dict(self) -> dict[str, Any]:
         # A resumed run does not count again: its first batch runs compiled, as it did in the run that goes on.
@@ -185,13 +190,15 @@ class FP8Throughput(Callback):
 
     # How
 
-    def _stop_counting(self) -> Flops:
+    def _stop_counting(self) -> Flops | None:
+        """What was counted, if counting was on."""
         counting, self._counting = self._counting, None
         if counting is None:
-            return Flops(0.0, 0.0)
-        counting.stop()
-        self._stance.__exit__(None, None, None)
-        return counting.flops
+            return None
+        counter, end_eager = counting
+        counter.stop()
+        end_eager()
+        return counter.flops
 
     def _units_of(self, batch: Any) -> int:
         if self.count is not None:

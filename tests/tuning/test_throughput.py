@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Precision, LayerSelection, convert_model
+from lightning_fp8 import AmaxMonitor, FP8Precision, LayerSelection, convert_model
 from lightning_fp8.backends import Support
 from lightning_fp8.callbacks.throughput import FP8Throughput, _converted_layers
 from lightning_fp8.model import conversions
@@ -225,6 +225,11 @@ def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
     assert graphs == [1]
 
 
+def left_on() -> tuple[int, bool]:
+    """Dispatch modes, and whether compiled code runs eagerly."""
+    return torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
 def test_a_failing_first_batch_leaves_nothing_behind() -> None:
     class Failing(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -233,9 +238,40 @@ def test_a_failing_first_batch_leaves_nothing_behind() -> None:
     callback = FP8Throughput()
     with pytest.raises(RuntimeError, match="no"):
         fit(callback, model=Failing())
-    assert callback._counting is None
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._dynamo.eval_frame._stance.stance != "force_eager"
+    assert callback._counting is None and left_on() == (0, False)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4])
+def test_epochs_that_are_left_as_they_begin_leave_nothing_behind(leaves: int) -> None:
+    """Neither in the epochs after them, nor after the fit."""
+    seen = []
+
+    class Leaving(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch < leaves else None
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(left_on())
+
+    callback, whole = FP8Throughput(), FP8Throughput()
+    fit(callback, model=Leaving(), steps=-1, max_epochs=4)
+    assert seen == [(0, False)] * 4 and left_on() == (0, False)
+    fit(whole, steps=1)
+    assert callback._counted == (whole._counted if leaves < 4 else None)
+
+
+@pytest.mark.parametrize("first", ["throughput", "monitor"])
+def test_beside_extra_statistics_compiled_code_runs_again_after_the_batch(first: str) -> None:
+    seen = []
+
+    class Watching(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            seen.append(left_on()[1])
+
+    callback, monitor = FP8Throughput(), AmaxMonitor(1, statistics_every_n_steps=4)
+    callbacks = [callback, monitor] if first == "throughput" else [monitor, callback]
+    fit(callback, model=Watching(), steps=6, callbacks=callbacks)
+    assert seen == [True, False, False, False, True, False] and left_on() == (0, False)
 
 
 @pytest.mark.parametrize(
