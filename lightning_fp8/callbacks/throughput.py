@@ -138,7 +138,8 @@ class FP8Throughput(Callback):
         self._read(trainer)
         units = self._units_of(batch)
         flops = self._stop_counting()
-        if flops is not None:
+        # Where training_step returned None the batch was left out, perhaps before its forward: the next one counts.
+        if flops is not None and (outputs or not pl_module.automatic_optimization):
             self._counted = flops, max(units, 1)
         if trainer.global_step == self._start_step:
             return  # Gradients of the first step still accumulate.

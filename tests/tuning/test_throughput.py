@@ -225,6 +225,17 @@ def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
     assert graphs == [1]
 
 
+def test_a_first_batch_that_is_left_out_is_not_the_one_that_is_counted() -> None:
+    class LeavesOut(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    callback, whole = FP8Throughput(), FP8Throughput()
+    fit(callback, model=LeavesOut(), steps=3)
+    fit(whole, steps=1)
+    assert callback._counted == whole._counted
+
+
 def left_on() -> tuple[int, bool]:
     """Dispatch modes, and whether compiled code runs eagerly."""
     return torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance == "force_eager"
