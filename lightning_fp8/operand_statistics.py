@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.casts import Cast
+from lightning_fp8.eager import run_eagerly
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES, Recipe, StaticScaling
 from lightning_fp8.statistics import SLOT_SIZE
@@ -21,7 +22,8 @@ class OperandStatistics:
     """Casts the operands of layers a second time while a step runs, and notes what that does to them.
 
     Args:
-        telemetry: the layers, and the scales that their casts take.
+        model: what runs.
+        telemetry: its layers, and the scales that their casts take.
         rows: which of them.
         what_if: further recipes, with scales from the data.
         sample_rows: rows of an operand that are compared; ``None``: all.
@@ -32,8 +34,14 @@ class OperandStatistics:
     """
 
     def __init__(
-        self, telemetry: Telemetry, rows: Sequence[int], what_if: Sequence[Recipe], sample_rows: int | None
+        self,
+        model: nn.Module,
+        telemetry: Telemetry,
+        rows: Sequence[int],
+        what_if: Sequence[Recipe],
+        sample_rows: int | None,
     ) -> None:
+        self._model = model
         self._telemetry, self._rows, self._what_if, self._sample_rows = telemetry, list(rows), what_if, sample_rows
         shape = (len(rows), len(ROLES), 1 + len(what_if), len(STATISTICS))
         self.values = torch.full(shape, torch.nan, dtype=torch.float32, device=telemetry.device)
@@ -44,12 +52,17 @@ class OperandStatistics:
         self.end()
         self.values.fill_(torch.nan)
         self._stack = ExitStack()
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.callback(run_eagerly(self._model))
         for index, row in enumerate(self._rows):
             layer = self._telemetry.layers[self._telemetry.names[row]]
             # Ahead of FSDP2's own hook, which frees the weight of a layer that is sharded by itself.
             handle = layer.register_forward_hook(self._hook(index), with_kwargs=True, prepend=True)
             self._stack.callback(handle.remove)
+
+    @property
+    def running(self) -> bool:
+        """Whether it looks."""
+        return self._stack is not None
 
     def end(self) -> None:
         """Look no longer."""

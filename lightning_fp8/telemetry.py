@@ -69,7 +69,7 @@ class Telemetry:
         self.names += rest
         self.recipes += [None] * len(rest)
         self.layers = {name: modules[name] for name in self.names}
-        self._step: int | None = None
+        self._stepped = False
         self._users = 0
         self._order = ExecutionOrder(model, self.layers)
 
@@ -102,16 +102,18 @@ class Telemetry:
         if telemetry is not None:
             telemetry._watch.table.discard(rejected)
 
-    def begin_step(self, step: int) -> None:
-        """A training batch begins.
+    def begin_batch(self) -> None:
+        """A training batch begins: after an optimizer step with new windows of layers in high precision.
 
-        Args:
-            step: number of completed optimizer steps; where it has changed, the windows of layers in high precision
-                begin anew (FP8 layers do so by themselves).
+        FP8 layers begin theirs by themselves, after their step as well.
         """
-        if self._step is not None and step != self._step:
+        if self._stepped:
             self._watch.finish_step()
-        self._step = step
+        self._stepped = False
+
+    def begin_optimizer_step(self) -> None:
+        """The windows are complete: what the next batch shows belongs to another step."""
+        self._stepped = True
 
     def read(self) -> Tensor:
         """A copy of all tables, fp32 ``[layers, 3, 4]``, on the device; columns as in :mod:`.statistics`."""

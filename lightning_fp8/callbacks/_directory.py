@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 def run_directory(trainer: pl.Trainer) -> str:
@@ -12,3 +16,30 @@ def run_directory(trainer: pl.Trainer) -> str:
     them. ``setup`` is a place that all ranks come by.
     """
     return str(trainer.log_dir or trainer.default_root_dir)
+
+
+def check_writable(trainer: pl.Trainer, path: Path, remedy: str) -> None:
+    """Refuse a file that rank 0 cannot write, as far as that can be seen beforehand; every rank must call.
+
+    Args:
+        trainer: whose rank 0 looks; it tells the others.
+        path: of the file, whose directory need not be there yet.
+        remedy: what to do about it.
+
+    Raises:
+        MisconfigurationException: with the reason and ``remedy``.
+    """
+    obstacle = trainer.strategy.broadcast(_obstacle(path) if trainer.is_global_zero else None)
+    if obstacle is not None:
+        raise MisconfigurationException(f"{path} cannot be written: {obstacle}. {remedy}")
+
+
+def _obstacle(path: Path) -> str | None:
+    if os.path.isdir(path):
+        return "it is a directory"
+    there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(there):
+        return f"{there} is not a directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"there is no permission to write to {there}"
+    return None

@@ -1,4 +1,4 @@
-"""What callbacks do in ``on_exception``."""
+"""What callbacks do as a run ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def while_ending(who: str) -> Iterator[None]:
-    """Only tell of an error in here: the exception that ends the run is what its user is to see.
+def while_ending(who: str, when: str = "while another exception ends the run") -> Iterator[None]:
+    """Only tell of an error in here: others have an end of their own to make, or an exception that is to be seen.
 
     Args:
         who: is named in the warning.
+        when: and this.
     """
     try:
         yield
     except Exception as error:
-        log.warning("%s, while another exception ends the run: %s: %s", who, type(error).__name__, error)
+        log.warning("%s, %s: %s: %s", who, when, type(error).__name__, error)

@@ -51,6 +51,9 @@ class LayerCallback(Callback):
 
     # What a subclass says
 
+    def _forget(self) -> None:
+        """A run of its own is set up: let go of what an earlier one left."""
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         """A fit begins."""
 
@@ -58,8 +61,8 @@ class LayerCallback(Callback):
         """Whether the batch that runs is to be read."""
         return True
 
-    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
-        """What goes to the host, on the device, after the optimizer step.
+    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor | None:
+        """What goes to the host, on the device, after the optimizer step; ``None``: nothing.
 
         Args:
             trainer: the Trainer.
@@ -95,6 +98,12 @@ class LayerCallback(Callback):
             raise RuntimeError(f"{type(self).__name__} works inside Trainer.fit only: is it among its callbacks?")
         return self._telemetry
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loaded = None  # An evaluation may have loaded another run's.
+            if trainer.global_step == 0:
+                self._forget()
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._telemetry = Telemetry.attach(pl_module)
@@ -105,7 +114,7 @@ class LayerCallback(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.telemetry.begin_step(trainer.global_step)
+        self.telemetry.begin_batch()
         if trainer.global_step != self._started:  # Otherwise gradients accumulate.
             self._before, self._started = self._started, trainer.global_step
         self._told = False
@@ -118,6 +127,7 @@ class LayerCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self.telemetry.begin_optimizer_step()
         # Whoever calls loss.backward() in manual optimization goes past on_after_backward; each optimizer may have a
         # backward of its own. What recovery has taken back since an earlier one was seen all the same.
         if not self._told and self._due(trainer):
@@ -133,8 +143,10 @@ class LayerCallback(Callback):
         if self._window is None or trainer.global_step == self._started:
             return  # Gradients accumulate.
         window, self._window = self._window, None
-        self._copy.start(self._message(trainer, window, outputs))
-        self._pending = When(self._started or 0, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        message = self._message(trainer, window, outputs)
+        if message is not None:
+            self._copy.start(message)
+            self._pending = When(self._started or 0, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._arrive(trainer)

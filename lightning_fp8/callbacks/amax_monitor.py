@@ -54,7 +54,8 @@ class AmaxMonitor(LayerCallback):
 
     Attributes:
         history: ``history.steps``, int64 ``[n]``, and ``history.values``, fp32 ``[n, layers, 3, 2]``: log2(amax) and
-            headroom, NaN where there is nothing to tell, Inf where not finite. ``None`` before the first fit.
+            headroom, NaN where there is nothing to tell, Inf where not finite. It goes on over resumes, and begins anew
+            with a new run; ``None`` before the first fit.
 
     Raises:
         ValueError: a number makes no sense, or ``what_if`` without steps for statistics.
@@ -123,6 +124,9 @@ class AmaxMonitor(LayerCallback):
         statistics = self.statistics_every_n_steps
         return self._generate_state_key(layers=self.layers, every_n_steps=self.every_n_steps, statistics=statistics)
 
+    def _forget(self) -> None:
+        self.history = None
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._rows = telemetry.select(self.layers)
         self._names = [telemetry.names[row] for row in self._rows]
@@ -131,7 +135,7 @@ class AmaxMonitor(LayerCallback):
             self.history = ThinnedHistory(shape, capacity_for(shape, self.history_capacity))
         self._statistics_of, self._readings, self._undrawn = None, 0, None
         if self.statistics_every_n_steps is not None:
-            self._statistics = OperandStatistics(telemetry, self._rows, self.what_if, self.sample_rows)
+            self._statistics = OperandStatistics(pl_module, telemetry, self._rows, self.what_if, self.sample_rows)
 
     def _due(self, trainer: pl.Trainer) -> bool:
         interval = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -159,6 +163,12 @@ class AmaxMonitor(LayerCallback):
         if self._statistics is not None:
             self._statistics.end()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._statistics is not None and self._statistics.running:
+            # The epoch was left as a batch began: its step is still to come.
+            self._statistics.end()
+            self._statistics_of = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._statistics is not None:

@@ -82,16 +82,20 @@ class FP8Communication(Callback):
         self.min_numel = min_numel
         self.codec = BlockCodec(get_format(format), block, stochastic)
         self.error_feedback = error_feedback
-        self.grad_traffic = Traffic()
-        self.param_traffic = Traffic()
         self._lines: list[str] = []
-        self._keys = RoundingKeys()
-        self._gradients: FP8GradientState | None = None
+        self._begin_run()
         self._module: pl.LightningModule | None = None
         self._saved: dict[str, Any] | None = None
         self._optimizer_hooks: list[Any] = []
         self._stepped = False
         self._calls = 0
+
+    def _begin_run(self) -> None:
+        """Let go of what an earlier run left."""
+        self.grad_traffic = Traffic()
+        self.param_traffic = Traffic()
+        self._keys = RoundingKeys()
+        self._gradients: FP8GradientState | None = None
 
     def summary(self) -> str:
         """What goes how, with the bytes that one rank sends.
@@ -114,6 +118,9 @@ class FP8Communication(Callback):
         """Refuse what cannot be, before anything is changed."""
         if stage != "fit":
             return
+        self._saved = None  # An evaluation may have loaded another run's.
+        if trainer.global_step == 0:
+            self._begin_run()
         strategy: Any = trainer.strategy
         name = type(strategy).__name__
         if trainer.world_size == 1:

@@ -70,7 +70,7 @@ class FP8HealthMonitor(LayerCallback):
 
     Attributes:
         events: the last 1000, the oldest first.
-        counts: events of each kind, over resumes.
+        counts: events of each kind, over resumes; like ``events`` they begin anew with a new run.
         verdict: bool ``[]`` on the device, the same on all ranks: the step that is about to be taken has an event whose
             action is ``recover``. It is there when callbacks after this one see ``on_before_optimizer_step``.
 
@@ -105,6 +105,7 @@ class FP8HealthMonitor(LayerCallback):
         self._worst: tuple[str, str, float] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and "recover" in self.actions.values():
             self._recovery(trainer)
 
@@ -116,6 +117,9 @@ class FP8HealthMonitor(LayerCallback):
         raise MisconfigurationException(
             "FP8HealthMonitor with the action 'recover' needs a SkipBatchRecovery after it in the list of callbacks."
         )
+
+    def _forget(self) -> None:
+        self.events, self.counts, self._health = [], Counter(), None
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._names = list(telemetry.names)
@@ -146,11 +150,12 @@ class FP8HealthMonitor(LayerCallback):
         if self.progress_bar and self._worst is not None:
             show_worst_layer(trainer, pl_module, *self._worst, skipped_steps(trainer))
 
-    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor:
-        self._running().commit(self.telemetry.kept(window))
-        if self._observed is None:
-            raise RuntimeError("An optimizer step was completed without on_before_optimizer_step.")
+    def _message(self, trainer: pl.Trainer, window: Tensor, outputs: Any) -> Tensor | None:
         observed, self._observed = self._observed, None
+        # Lightning counts a step too where the user's own optimizer_step() takes none: this batch is judged with the
+        # next step, for its window goes on until then.
+        if observed is not None:
+            self._running().commit(self.telemetry.kept(window))
         return observed
 
     def _look(self, trainer: pl.Trainer, message: Tensor, when: When) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._directory import check_writable, run_directory
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
@@ -50,6 +50,8 @@ class FP8Report(LayerCallback):
     Raises:
         ValueError: a number is too small.
         TypeError: a setting is of another type.
+        MisconfigurationException: on setup, if the page can be seen not to be writable; what fails at the end is a
+            warning.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class FP8Report(LayerCallback):
         self._default_path: Path | None = None
         self._names: list[str] = []
         self._layers: ThinnedHistory | None = None
-        self._curves = ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), history))
+        self._curves = _curves(history)
         self._last: Readout | None = None
         self._clock: tuple[float, int] | None = None
         self._paused = 0.0
@@ -94,6 +96,7 @@ class FP8Report(LayerCallback):
 
         Raises:
             RuntimeError: neither has a path, and no fit has begun.
+            OSError: the page cannot be written.
         """
         if self._telemetry is not None:
             self._arrive(trainer)
@@ -102,8 +105,17 @@ class FP8Report(LayerCallback):
     # Hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and self.path is None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if self.path is None:
             self._default_path = Path(run_directory(trainer), PAGE_NAME)
+        path = self.path or self._default_path
+        if path is not None:
+            check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
+
+    def _forget(self) -> None:
+        self._layers, self._last, self._curves = None, None, _curves(self.history)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> None:
         self._names = list(telemetry.names)
@@ -151,7 +163,9 @@ class FP8Report(LayerCallback):
         for callback in _others(trainer):
             callback.on_train_end(trainer, pl_module)
         if trainer.is_global_zero:
-            self._write(trainer, f"Finished at step {trainer.global_step}.", failed=False)
+            # Callbacks after this one have ends of their own to make.
+            with while_ending("FP8Report", "as the fit ends"):
+                self._write(trainer, f"Finished at step {trainer.global_step}.", failed=False)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._telemetry is None:
@@ -236,6 +250,10 @@ class FP8Report(LayerCallback):
         self._curves.load_state_dict(state["curves"])
         if self._layers is not None:
             self._layers.load_state_dict(state["layers"], rows_of(self._names, state["names"]))
+
+
+def _curves(wished: int) -> ThinnedHistory:
+    return ThinnedHistory((len(_CURVES),), capacity_for((len(_CURVES),), wished))
 
 
 def _others(trainer: pl.Trainer) -> list[LayerCallback]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.checks import check_function, check_number
+from lightning_fp8.eager import run_eagerly
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.flops import Flops, StepFlops
 from lightning_fp8.tuning.peaks import Peak, peak_of
@@ -77,7 +78,7 @@ class FP8Throughput(Callback):
         if unit == "auto" and count is not None:
             raise ValueError("count needs a unit: unit='tokens' or unit='samples'.")
         self.every_n_steps = every_n_steps
-        self.unit: str = unit
+        self.unit = unit
         self.count = count
         self.flops = flops
         self.peak = peak
@@ -85,12 +86,13 @@ class FP8Throughput(Callback):
         self.metrics: dict[str, float] = {}
         self._counted: tuple[Flops, int] | None = None
         self._counted_for: int | None = None
-        self._counting: StepFlops | None = None
-        self._stance: Any = None
+        self._loaded: dict[str, Any] | None = None
+        self._counting: tuple[StepFlops, Callable[[], None]] | None = None
         self._begin_run()
 
     def _begin_run(self) -> None:
         self._clock = _Clock(torch.device("cpu"))
+        self._unit: str = self.unit
         self._units = 0
         self._done = Flops(0.0, 0.0)
         self._first_step: int | None = None
@@ -98,39 +100,46 @@ class FP8Throughput(Callback):
 
     # Hooks
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loaded = None  # An evaluation may have loaded another run's.
+            if trainer.global_step == 0:
+                self._counted, self.metrics = None, {}
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_run()
         self._clock = _Clock(trainer.strategy.root_device)
         self._start_step = trainer.global_step
-        if self._counted_for not in (None, id(pl_module)):
-            self._counted = None  # Another model: what a checkpoint brought has no model yet.
+        if self._counted_for != id(pl_module):
+            self._counted = None
         self._counted_for = id(pl_module)
+        saved, self._loaded = self._loaded, None
+        if saved is not None:
+            self._counted = Flops(saved["fp8"], saved["high"]), saved["units"]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._stop_counting()
         if self.flops is None and self._counted is None:
-            self._counting = StepFlops(*_converted_layers(pl_module))
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-            self._counting.__enter__()
+            counter = StepFlops(*_converted_layers(pl_module))
+            self._counting = counter, run_eagerly(pl_module)
+            counter.__enter__()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        # Backward is counted by its forward; what checkpointing computes again is none of the model's.
-        if self._counting is not None:
-            self._counting.stop()
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._counting is not None and not pl_module.automatic_optimization:  # Another forward may follow.
-            self._counting.__enter__()
+        # What follows is none of the model's, such as the products of an optimizer. In manual optimization another
+        # forward may come.
+        if self._counting is not None and pl_module.automatic_optimization:
+            self._counting[0].stop()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._read(trainer)
         units = self._units_of(batch)
-        if self._counting is not None:
-            flops = self._stop_counting()
+        flops = self._stop_counting()
+        # Where training_step returned None the batch was left out, perhaps before its forward: the next one counts.
+        if flops is not None and (outputs or not pl_module.automatic_optimization):
             self._counted = flops, max(units, 1)
         if trainer.global_step == self._start_step:
             return  # Gradients of the first step still accumulate.
@@ -158,42 +167,48 @@ class FP8Throughput(Callback):
         if self._first_step is not None:
             self._clock.start()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_counting()  # The epoch may have been left as its first batch began.
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._counting is not None:
-            self._stop_counting()
+        self._stop_counting()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop_counting()
 
     def state_dict(self) -> dict[str, Any]:
         # A resumed run does not count again: its first batch runs compiled, as it did in the run that goes on.
         if self._counted is None:
-            return {}
+            return self._loaded or {}
         flops, units = self._counted
         return {"fp8": flops.fp8, "high": flops.high, "units": units}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            self._counted = Flops(state_dict["fp8"], state_dict["high"]), state_dict["units"]
+        self._loaded = state_dict or None
 
     # How
 
-    def _stop_counting(self) -> Flops:
+    def _stop_counting(self) -> Flops | None:
+        """What was counted, if counting was on."""
         counting, self._counting = self._counting, None
         if counting is None:
-            return Flops(0.0, 0.0)
-        counting.stop()
-        self._stance.__exit__(None, None, None)
-        return counting.flops
+            return None
+        counter, end_eager = counting
+        counter.stop()
+        end_eager()
+        return counter.flops
 
     def _units_of(self, batch: Any) -> int:
         if self.count is not None:
             return int(self.count(batch))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         tokens = next((t for t in tensors if t.ndim == 2 and t.dtype in _INTEGERS), None)
-        if self.unit == "auto":
-            self.unit = "tokens" if tokens is not None else "samples"
-        if self.unit == "tokens":
+        if self._unit == "auto":
+            self._unit = "tokens" if tokens is not None else "samples"
+        if self._unit == "tokens":
             return tokens.numel() if tokens is not None else 0
         return tensors[0].shape[0] if tensors else 0
 
@@ -217,8 +232,8 @@ class FP8Throughput(Callback):
         per_device = numbers["units"] / seconds
         whole = per_device * numbers["replicas"]
         metrics = {
-            f"{self.unit}_per_second": whole,
-            f"{self.unit}_per_second_per_device": per_device,
+            f"{self._unit}_per_second": whole,
+            f"{self._unit}_per_second_per_device": per_device,
             "steps_per_second": numbers["steps"] / seconds,
         }
         if sum(flops):
@@ -228,7 +243,7 @@ class FP8Throughput(Callback):
                 metrics["mfu"] = peak.ideal_seconds(*flops) / seconds
         if self.price_per_device_hour is not None and whole:
             hours = 1e9 / whole / 3600
-            metrics[f"cost_per_billion_{self.unit}"] = hours * trainer.world_size * self.price_per_device_hour
+            metrics[f"cost_per_billion_{self._unit}"] = hours * trainer.world_size * self.price_per_device_hour
         self.metrics = {f"throughput/{name}": value for name, value in metrics.items()}
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.log_metrics(self.metrics, step=step)

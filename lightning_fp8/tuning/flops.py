@@ -41,9 +41,9 @@ class StepFlops:
     padded (layers that run as one with others by their weights, for what goes in and out is not their own); everything
     else by torch's own formulas (``torch.utils.flop_counter``: products, convolutions, attention without regard to a
     mask). Backward counts one product for each operand that takes a gradient, twice the forward for attention; so what
-    is frozen or runs under ``no_grad`` counts less. What is computed again under activation checkpointing does not
-    count: FLOPs are the model's. Inside an autograd function, as reentrant checkpointing is one, it is not seen what
-    takes a gradient: everything there is taken to.
+    is frozen or runs under ``no_grad`` counts less. A backward that runs meanwhile counts nothing more, nor does what
+    activation checkpointing computes again in it: FLOPs are the model's. Inside an autograd function, as reentrant
+    checkpointing is one, it is not seen what takes a gradient: everything there is taken to.
 
     Args:
         fp8_layers: the layers that multiply in FP8.
@@ -91,10 +91,14 @@ class StepFlops:
         self._before = self._mode.total
 
     def _leave_fp8(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if _in_counted_backward():
+            return
         self._mode.total = self._before
         self._fp8 += _layer_flops(layer, args[0] if args else kwargs["input"], output)
 
     def _leave_emulated(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if _in_counted_backward():
+            return
         self._mode.total = self._before + _layer_flops(layer, args[0] if args else kwargs["input"], output)
 
 
@@ -123,7 +127,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
-        counts = packet in flop_registry
+        counts = packet in flop_registry and not _in_counted_backward()
         if any(issubclass(cls, DTensor) for cls in types):
             # It goes on with what is local here, and that counts. Local tensors take no gradients themselves.
             self._of_dtensors = _gradients(packet, args) if counts else 0
@@ -143,6 +147,13 @@ def _gradients(packet: Any, args: tuple[Any, ...]) -> int:
         return 2 * _inside_function()
     operands = args[_MULTIPLIED.get(packet, slice(0, 3))]
     return min(2, sum(isinstance(x, Tensor) and x.requires_grad and x.dim() > 1 for x in operands))
+
+
+def _in_counted_backward() -> bool:
+    """Whether a backward runs that its forward has counted; with ``create_graph`` it is a forward as well."""
+    if torch._C._current_graph_task_id() < 0:
+        return False
+    return not (torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _inside_function() -> bool:

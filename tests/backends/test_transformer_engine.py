@@ -469,7 +469,7 @@ def test_flops_and_statistics_of_fused_modules(library: ModuleType) -> None:
         loss.backward()
         fp8_step(model)
     telemetry = Telemetry.attach(model)
-    statistics = OperandStatistics(telemetry, range(3), [], None)
+    statistics = OperandStatistics(model, telemetry, range(3), [], None)
     statistics.begin()
     model(batch(2)).sum().backward()
     statistics.end()

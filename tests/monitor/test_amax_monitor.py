@@ -148,6 +148,32 @@ def test_statistics_change_no_bit_and_compile_nothing_again() -> None:
     assert any("late" in key and key.endswith("mse") for key in trainer.logger.lines[3])  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_statistics_end_with_an_epoch_that_is_left_as_it_begins(leaves: int) -> None:
+    """They are taken in the batch that comes instead."""
+    seen = []
+
+    class Leaving(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch < leaves else None
+
+        def on_train_epoch_end(self) -> None:
+            hooks = len(self.late._forward_hooks) - watched
+            seen.append((hooks, torch._dynamo.eval_frame._stance.stance))
+
+        def on_fit_start(self) -> None:
+            nonlocal watched
+            watched = len(self.late._forward_hooks)
+
+    watched = 0
+    monitor = AmaxMonitor(1, statistics_every_n_steps=3)
+    trainer = make_trainer([monitor], -1, precision(), logger=Keep(), max_epochs=3)
+    trainer.fit(Leaving(), batches(1))
+    assert seen == [(0, "default")] * 3
+    taken = [step for step, line in trainer.logger.lines.items() if "fp8/late/input/mse" in line]
+    assert taken == ([0] if leaves < 3 else [])
+
+
 def test_every_what_if_has_a_name_and_scales_of_its_own() -> None:
     what_if = ["rowwise", "rowwise_gw_hp", "static", DelayedScaling(), DelayedScaling(margin=2)]
     lines = fit(AmaxMonitor(1, statistics_every_n_steps=1, what_if=what_if), 1, plugin=precision()).lines[0]

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, batches, make_trainer, precision
 from torch import Tensor
 
+from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 from lightning_fp8.health import HealthEvent
@@ -59,15 +60,18 @@ def test_what_a_fault_leaves_behind_is_the_same_event() -> None:
 
 
 def test_another_fit_is_another_event() -> None:
-    monitor = FP8HealthMonitor()
-    for _ in range(2):
-        fault = Fault(1, MIDDLE, "input", math.nan)
-        fit(monitor, Plant(fault, keep_gradients=True), steps=3, plugin=precision())
-    assert [(event.step, event.steps) for event in monitor.events] == [(1, 2), (1, 2)]
+    monitor, model = FP8HealthMonitor(), Net()
+    plant = Plant(Fault(1, MIDDLE, "input", math.nan), keep_gradients=True)
+    trainer = make_trainer([monitor, plant], -1, precision(), max_epochs=1)
+    trainer.fit(model, batches(3))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, batches(3))
+    # The weights are spoilt by now.
+    assert [(event.step, event.steps) for event in monitor.events] == [(1, 2), (3, 3)]
     ruined = Net()
     torch.nn.init.constant_(ruined.late.weight, math.nan)
     fit(monitor, steps=1, plugin=precision(), model=ruined)
-    assert [(event.step, event.layer, event.role) for event in monitor.events[2:]] == [(0, MIDDLE, "weight")]
+    assert [(event.step, event.layer, event.role) for event in monitor.events] == [(0, MIDDLE, "weight")]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", None])
@@ -303,6 +307,27 @@ def test_backwards_that_pass_the_trainer_by_are_seen(layer: str, role: str) -> N
     assert monitor._health is not None and monitor._health.count.max() == 12
 
 
+class EverySecond(Net):
+    """The closure alone on every other batch: Lightning counts a step there as well."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("layer", [MIDDLE, LAST])  # In FP8, and in high precision.
+@pytest.mark.parametrize("planted", [4, 5])
+def test_batches_without_an_optimizer_step_are_judged_with_the_next_one(planted: int, layer: str) -> None:
+    monitor, amaxes = FP8HealthMonitor(), AmaxMonitor(every_n_steps=1)
+    plant = Plant(Fault(planted, layer, "input", math.nan))
+    fit(monitor, amaxes, plant, steps=10, plugin=precision(), model=EverySecond())
+    assert [(event.step, event.layer, event.role) for event in monitor.events] == [(5, layer, "input")]
+    assert monitor._health is not None and monitor._health.count[:, ROLES.index("weight")].tolist() == [5] * 4
+    assert amaxes.history.steps.tolist() == list(range(10))
+
+
 def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
     def run(steps: int, path: Path | None = None) -> FP8HealthMonitor:
         monitor = FP8HealthMonitor()
@@ -343,7 +368,10 @@ def test_the_progress_bar_shows_skipped_steps() -> None:
 
 
 def test_events_are_bounded() -> None:
+    class Troubled(Net):
+        def on_train_start(self) -> None:
+            monitor.events = [HealthEvent("spike", 0, LAST, "input", (0,), 4.0, 1.0)] * 1000
+
     monitor = FP8HealthMonitor()
-    monitor.events = [HealthEvent("spike", 0, LAST, "input", (0,), 4.0, 1.0)] * 1000
-    fit(monitor, Plant(Fault(1, FIRST, "input", math.nan)), steps=3)
+    fit(monitor, Plant(Fault(1, FIRST, "input", math.nan)), steps=3, model=Troubled())
     assert len(monitor.events) == 1000 and monitor.events[-1].layer == FIRST

@@ -87,7 +87,8 @@ def test_the_exception_that_ends_a_run_is_the_one_that_is_seen(
     model = Stops()
     with pytest.raises(RuntimeError, match="stopped"):
         make_trainer(callbacks, 4, precision(), logger=NoSpaceAtTheEnd(tmp_path)).fit(model, batches(4))
-    told = [record.getMessage() for record in caplog.records if "while another exception ends the run" in record.msg]
+    messages = [record.getMessage() for record in caplog.records]
+    told = [message for message in messages if "while another exception ends the run" in message]
     assert [message.split(",")[0] for message in told] == [
         "AmaxMonitor", "FP8HealthMonitor", "FP8Report", "SkipBatchRecovery",
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, StepsByHand, batches, make_trainer, precision
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
@@ -129,6 +130,49 @@ def test_an_event_of_the_last_step_is_in_the_page_wherever_the_monitor_stands(tm
         make_trainer([*pair, Plant(Fault(3, "late", "input", math.nan))], 4).fit(Net(), batches(4))
         assert "NaN first seen in the input of 'late'" in words((tmp_path / name).read_text())
         assert len(monitor.events) == 1
+
+
+@pytest.mark.parametrize("obstacle", ["a directory", "a file above", "no permission"])
+def test_a_page_that_cannot_be_written_is_refused_before_training(
+    obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, named = tmp_path / "pages" / "page.html", str(tmp_path)
+    if obstacle == "a directory":
+        page.mkdir(parents=True)
+        named = "it is a directory"
+    elif obstacle == "a file above":
+        page.parent.touch()
+        named = f"{page.parent} is not a directory"
+    else:
+        monkeypatch.setattr("lightning_fp8.callbacks._directory.os.access", lambda path, mode: path != tmp_path)
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=re.escape(named)):
+        make_trainer([FP8Report(page)], 1, precision()).fit(model, batches(1))
+    assert not hasattr(model.late, "fp8")
+    # Evaluation writes none.
+    make_trainer([FP8Report(page)], 1).validate(model, batches(1), verbose=False)
+
+
+def test_a_page_that_cannot_be_written_in_the_end_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = tmp_path / "page.html"
+    ended = []
+
+    class InTheWay(pl.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            page.mkdir()
+
+        def on_train_end(self, *args: Any) -> None:
+            ended.append(True)
+
+    report = FP8Report(page)
+    trainer = make_trainer([report, InTheWay()], 2)
+    trainer.fit(Net(), batches(2))
+    assert ended and trainer.state.finished
+    assert any("FP8Report, as the fit ends: IsADirectoryError" in record.getMessage() for record in caplog.records)
+    with pytest.raises(IsADirectoryError):
+        report.write(trainer)
 
 
 def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:

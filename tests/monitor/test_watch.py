@@ -88,9 +88,10 @@ def test_compiled_code_is_compiled_once_while_windows_move() -> None:
     telemetry = Telemetry.attach(net)
     run = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for number in range(4):
-            telemetry.begin_step(number)
+        for _ in range(4):
+            telemetry.begin_batch()
             gradients(run, torch.randn(6, 16))
+            telemetry.begin_optimizer_step()
             assert (telemetry.read()[..., AMAX] > 0).all()
 
 
@@ -121,16 +122,18 @@ def test_nonfinite_values_propagate(bad: float) -> None:
 def test_windows_begin_with_steps_and_evaluation_leaves_no_trace() -> None:
     net = model()
     telemetry = Telemetry.attach(net)
-    telemetry.begin_step(0)
+    telemetry.begin_batch()
     gradients(net, torch.randn(6, 16))
     before = telemetry.read()
     net.eval()
     net(torch.randn(6, 16) * 1000)
     assert torch.equal(telemetry.read(), before)
     net.train()
-    telemetry.begin_step(0)  # An accumulated batch.
+    telemetry.begin_batch()  # An accumulated batch.
     assert torch.equal(telemetry.read(), before)
-    telemetry.begin_step(1)
+    telemetry.begin_optimizer_step()
+    assert torch.equal(telemetry.read(), before)
+    telemetry.begin_batch()
     assert (telemetry.read()[..., AMAX] == NOT_SEEN).all()
 
 

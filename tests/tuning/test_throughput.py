@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Precision, LayerSelection, convert_model
+from lightning_fp8 import AmaxMonitor, FP8Precision, LayerSelection, convert_model
 from lightning_fp8.backends import Support
 from lightning_fp8.callbacks.throughput import FP8Throughput, _converted_layers
 from lightning_fp8.model import conversions
@@ -68,7 +68,7 @@ class Memory(DummyLogger):
 
 def fit(callback: FP8Throughput, steps: int = 7, **settings: Any) -> Memory:
     memory = Memory()
-    data = DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
+    data = settings.pop("data", None) or DataLoader(torch.randint(64, (64, LENGTH)), batch_size=4)
     model = settings.pop("model", None) or Net()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -159,36 +159,48 @@ def test_any_logger_takes_it(tmp_path: Path) -> None:
     assert "throughput/tokens_per_second" in text.splitlines()[0]
 
 
-def test_counting_changes_no_number_of_the_training_and_is_not_done_again_on_resume() -> None:
+def test_counting_changes_no_number_of_the_training() -> None:
     def trained(callback: FP8Throughput) -> Tensor:
         pl.seed_everything(0)
         model = Net()
         fit(callback, model=model)
         return model.up.weight.detach()
 
-    counting = FP8Throughput()
-    assert torch.equal(trained(counting), trained(FP8Throughput(flops=lambda batch: 1.0)))
-    resumed = FP8Throughput()
-    resumed.load_state_dict(counting.state_dict())
-    assert resumed._counted == counting._counted and resumed._counted is not None
-    resumed.on_train_batch_start(None, None, None, 0)  # type: ignore[arg-type]
-    assert resumed._counting is None
+    assert torch.equal(trained(FP8Throughput()), trained(FP8Throughput(flops=lambda batch: 1.0)))
 
 
-def test_another_model_is_counted_anew() -> None:
+def test_a_second_fit_counts_anew_only_where_the_model_is_another() -> None:
     class Wide(Net):
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Linear(2 * WIDTH, 64 * 5)
 
     callback, model = FP8Throughput(), Net()
-    fit(callback, steps=2, model=model)
+    data = DataLoader(torch.randint(64, (8, LENGTH)), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, data)
     first = callback._counted
-    fit(callback, steps=2, model=model)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data)
     assert callback._counted is first
-    wide = Wide()
-    fit(callback, steps=2, model=wide)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Wide(), data)
     assert callback._counted is not None and first is not None and callback._counted[0].high > first[0].high
+
+
+def test_the_unit_is_found_anew_in_another_run() -> None:
+    class OfNumbers(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch.long(), batch_idx)
+
+    callback = FP8Throughput(every_n_steps=2)
+    assert "throughput/tokens_per_second" in fit(callback).rows[-1][1]
+    data = DataLoader(torch.zeros(64, LENGTH), batch_size=4)
+    row = fit(callback, model=OfNumbers(), data=data).rows[-1][1]
+    assert row["throughput/samples_per_second"] == pytest.approx(4 * row["throughput/steps_per_second"])
 
 
 def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
@@ -213,6 +225,22 @@ def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
     assert graphs == [1]
 
 
+def test_a_first_batch_that_is_left_out_is_not_the_one_that_is_counted() -> None:
+    class LeavesOut(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    callback, whole = FP8Throughput(), FP8Throughput()
+    fit(callback, model=LeavesOut(), steps=3)
+    fit(whole, steps=1)
+    assert callback._counted == whole._counted
+
+
+def left_on() -> tuple[int, bool]:
+    """Dispatch modes, and whether compiled code runs eagerly."""
+    return torch._C._len_torch_dispatch_stack(), torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
 def test_a_failing_first_batch_leaves_nothing_behind() -> None:
     class Failing(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -221,9 +249,40 @@ def test_a_failing_first_batch_leaves_nothing_behind() -> None:
     callback = FP8Throughput()
     with pytest.raises(RuntimeError, match="no"):
         fit(callback, model=Failing())
-    assert callback._counting is None
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._dynamo.eval_frame._stance.stance != "force_eager"
+    assert callback._counting is None and left_on() == (0, False)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4])
+def test_epochs_that_are_left_as_they_begin_leave_nothing_behind(leaves: int) -> None:
+    """Neither in the epochs after them, nor after the fit."""
+    seen = []
+
+    class Leaving(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch < leaves else None
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(left_on())
+
+    callback, whole = FP8Throughput(), FP8Throughput()
+    fit(callback, model=Leaving(), steps=-1, max_epochs=4)
+    assert seen == [(0, False)] * 4 and left_on() == (0, False)
+    fit(whole, steps=1)
+    assert callback._counted == (whole._counted if leaves < 4 else None)
+
+
+@pytest.mark.parametrize("first", ["throughput", "monitor"])
+def test_beside_extra_statistics_compiled_code_runs_again_after_the_batch(first: str) -> None:
+    seen = []
+
+    class Watching(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            seen.append(left_on()[1])
+
+    callback, monitor = FP8Throughput(), AmaxMonitor(1, statistics_every_n_steps=4)
+    callbacks = [callback, monitor] if first == "throughput" else [monitor, callback]
+    fit(callback, model=Watching(), steps=6, callbacks=callbacks)
+    assert seen == [True, False, False, False, True, False] and left_on() == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -353,14 +412,50 @@ def test_what_takes_no_gradient_counts_less_in_whatever_precision(model: Product
         convert_model(model, layers=LayerSelection(head=True))
     if kind == "native":
         pretend_native(model)
-    with torch.autocast("cpu", torch.bfloat16), StepFlops(*_converted_layers(model)) as counter:
-        # 15 rows: emulated products have 16, which are none of the model's.
-        loss = model.training_step(torch.randn(15, 32).requires_grad_(model.reentrant is True))
-    loss.backward()
+    with StepFlops(*_converted_layers(model)) as counter:
+        with torch.autocast("cpu", torch.bfloat16):
+            # 15 rows: emulated products have 16, which are none of the model's.
+            loss = model.training_step(torch.randn(15, 32).requires_grad_(model.reentrant is True))
+        # It is counted already, and so is what checkpointing computes again.
+        loss.backward()
     one = 2 * 15 * 32 * 32
     assert sum(counter.flops) == expected * one
     if kind != "native":
         assert counter.flops.fp8 == 0
+
+
+def test_a_backward_that_is_differentiated_counts_as_a_forward() -> None:
+    x, w = torch.randn(15, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    with StepFlops([]) as counter:
+        (slope,) = torch.autograd.grad((x @ w).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    # Two products, each with two of its backward.
+    assert counter.flops.high == 2 * 3 * 2 * 15 * 32 * 32
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("through", ["the Trainer", "loss.backward"])
+def test_steps_by_hand_count_as_lightning_takes_them(through: str, precision: str) -> None:
+    """With two optimizers, each with a loss of its own."""
+
+    class ByHand(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss) if through == "the Trainer" else loss.backward()
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters()) for layer in (self.up, self.head)]
+
+    callback = FP8Throughput()
+    fit(callback, steps=2, model=ByHand(), plugins=[FP8Precision()] if precision == "fp8" else None)
+    assert callback._counted is not None
+    up, head = linear_flops(4 * LENGTH)
+    assert sum(callback._counted[0]) == 2 * (up + head + attention_flops(4))
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
