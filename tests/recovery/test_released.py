@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_fp8 import SkipBatchException, SkipBatchRecovery
+from lightning_fp8 import Fault, FaultInjector, SkipBatchException, SkipBatchRecovery
+from lightning_fp8.recovery.faults import InjectedFault
 
 
 class Failing(BoringModel):
@@ -25,12 +26,12 @@ class Failing(BoringModel):
         return {"loss": output["loss"] * float("nan")} if self.nan and batch_idx == 1 else output
 
 
-def fit(model: Failing, recovery: SkipBatchRecovery, folder: Path) -> None:
+def fit(model: Failing, callback: Callback, folder: Path) -> None:
     Trainer(
         accelerator="cpu",
         max_steps=3,
         limit_val_batches=0,
-        callbacks=[recovery],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -53,6 +54,14 @@ def test_an_exception_releases_the_module(tmp_path: Path) -> None:
     fit(model, second, tmp_path)
     assert len(first.events.recent) == seen and len(second.events.recent) > 0
     assert "training_step" not in vars(model) and before <= set(vars(model))
+
+
+def test_a_planted_fault_goes_with_its_batch(tmp_path: Path) -> None:
+    model = Failing()
+    injector = FaultInjector([Fault("activation", 1, layer="layer"), Fault("exception", 1)])
+    with pytest.raises(InjectedFault):
+        fit(model, injector, tmp_path)
+    assert not model.layer._forward_hooks
 
 
 def test_a_rejected_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
