@@ -203,6 +203,11 @@ class Escalation:
         self.ladder.in_a_row = self.guard.rejected_in_a_row(self.ladder.in_a_row)
         self.write_skipped([*known, *self.guard.outcomes()])
 
+    def weights_were_replaced(self) -> None:
+        """By others than the last steps have left, such as an average: doubts about those mean nothing now."""
+        self.write_skipped(self.guard.outcomes())
+        self.ladder.in_a_row = 0
+
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""
         first = finding.culprits[0]

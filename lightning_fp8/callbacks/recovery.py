@@ -133,6 +133,7 @@ class SkipBatchRecovery(Callback):
         self._batch: Any = None
         self._known: list[Outcome] = []
         self._rejection: Tensor | bool = False
+        self._undone: Tensor | None = None
         self._releases: list[Callable[[], None]] = []
         self._ended = False
         self._escalation: Escalation | None = None
@@ -224,14 +225,20 @@ class SkipBatchRecovery(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # An epoch that somebody ended early left its last step open.
         self._batches = []
+        self._undone = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         guard = self._running()
         self._schedules.before_batch()
+        if _forward_only(trainer):
+            self._batches = []
+            if self._escalation is not None:
+                self._escalation.weights_were_replaced()
         if not self._batches:
-            guard.begin()
+            # In manual optimization a step without gradients is the user's own.
+            guard.begin(loss_expected=pl_module.automatic_optimization)
             self._metrics.remember(trainer, pl_module)
         self._batches.append(batch_idx)
         self._batch = batch
@@ -248,6 +255,8 @@ class SkipBatchRecovery(Callback):
         guard = self._running()
         if self.snapshots is not None:
             self.snapshots.before_optimizer_step()
+        if _forward_only(trainer):
+            return
         context = {"epoch": trainer.current_epoch, "step": trainer.global_step, "batches": list(self._batches)}
         accepted = guard.decide(optimizer, **context)
         if accepted is False and self.retry:
@@ -262,6 +271,10 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         guard, escalation = self._running(), self._escalation
         self._batch = None
+        if _forward_only(trainer):
+            flag = guard.judge_forward(outputs.get("loss"))
+            self._metrics.restore(trainer, flag)
+            self._undone = flag.long() if self._undone is None else self._undone + flag
         if not self._decided or escalation is None:
             return
         self._metrics.restore(trainer, self._rejection)
@@ -274,6 +287,12 @@ class SkipBatchRecovery(Callback):
             due = passes_multiple(self.snapshot_every, before, self._step)
             if due or self.snapshots.empty:
                 self._take_snapshot(self.snapshots, self._step)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        undone, self._undone = int(self._undone) if self._undone is not None else 0, None
+        if undone:
+            reason = f"{undone} batches of an epoch without backward: given up, or with a loss that is not finite"
+            self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
@@ -388,6 +407,15 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
+
+
+def _forward_only(trainer: pl.Trainer) -> bool:
+    """Whether Lightning runs no backward by design, and offers no public way to tell.
+
+    So it does in the epoch in which ``StochasticWeightAveraging`` renews the statistics of BatchNorm. The step at its
+    end has no gradients, or those that an earlier step has left.
+    """
+    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._skip_backward
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:

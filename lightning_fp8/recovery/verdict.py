@@ -6,7 +6,7 @@
 2. One MAX all-reduce. From here on all ranks hold the same message, and decide alike.
 3. A step is bad if anything is non-finite, if a rank rejects it, or if loss or gradient norm is a spike against the
    robust statistics of the steps accepted before.
-4. Only an accepted step enters the statistics.
+4. Only an accepted step enters the statistics, and only one that had gradients on some rank.
 
 Nothing here waits for the device; :meth:`Layout.findings` names the culprits on the host, when there is one.
 """
@@ -31,8 +31,9 @@ from lightning_fp8.statistics import on_cpu
 MAD_TO_SIGMA = 1.4826
 #: What the statistics follow: the largest loss over the ranks, and the largest norm of the gradients.
 SIGNALS = ("loss", "grad_norm")
-#: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so.
-REJECTED, NO_LOSS, UNHEALTHY = 1, 2, 3
+#: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so. It has no
+#: gradients, and wanted none: that is a reason only where another rank has some.
+REJECTED, NO_LOSS, UNHEALTHY, IDLE = 1, 2, 3, 4
 #: In a message: Inf. What no finite value reaches, Inf itself, stands for NaN.
 _INF = torch.finfo(torch.float32).max
 #: In the part for batches.
@@ -220,10 +221,11 @@ class Layout:
         """
         losses, batches, operands, rejections, norms, amaxes, jumps = self.split(message)
         codes = list(enumerate(rejections.tolist()))
+        without_loss = (NO_LOSS,) if all(code == IDLE for _, code in codes) else (NO_LOSS, IDLE)
         culprits = [
             Culprit(what, "loss", "loss", math.nan, who)
-            for what, given in (("rejected", REJECTED), ("no_loss", NO_LOSS))
-            if (who := tuple(rank for rank, code in codes if code == given))
+            for what, given in (("rejected", (REJECTED,)), ("no_loss", without_loss))
+            if (who := tuple(rank for rank, code in codes if code in given))
         ]
         ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
         by_layer = amaxes.view(-1, len(ROLES))
@@ -335,7 +337,7 @@ class Judge:
             batch: not finite where this rank's data holds NaN or Inf, ``[]``; named in findings, no fault by itself.
             amax: of this step, fp32 ``[layers, roles]``, negative where not seen.
             last_amax: of the last accepted step, the same.
-            rejected: 0, :data:`REJECTED` or :data:`NO_LOSS`.
+            rejected: 0, :data:`REJECTED`, :data:`NO_LOSS` or :data:`IDLE`.
             unhealthy: bool ``[]``: a monitor rejects the step.
 
         Returns:
@@ -347,8 +349,8 @@ class Judge:
         if loss is not None:
             losses[self.rank].copy_(for_message(loss.detach().float()))
         rejections[self.rank].fill_(float(rejected))
-        if unhealthy is not None and not rejected:
-            rejections[self.rank].copy_(unhealthy * UNHEALTHY)
+        if unhealthy is not None and rejected in (0, IDLE):
+            rejections[self.rank].copy_(torch.where(unhealthy, float(UNHEALTHY), float(rejected)))
         norm_part.copy_(for_message(norms))
         batches[self.rank].fill_(0.0)
         if batch is not None:
@@ -369,13 +371,14 @@ class Judge:
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
         self.grad_norm = torch.linalg.vector_norm(norm_part)
         signals = torch.stack((losses.max(), self.grad_norm))
-        bad = (message >= _INF).any() | (rejections > 0).any()
+        nothing_to_step = (rejections == IDLE).all()
+        bad = (message >= _INF).any() | ((rejections > 0).any() & ~nothing_to_step)
         if self.thresholds.amax_jump is not None:
             bad = bad | (jump_part > self.thresholds.amax_jump).any()
         self.scores = self.statistics.score(signals)
         if self.thresholds.spike is not None:
             bad = bad | (self.scores > self.thresholds.spike).any()
-        self.statistics.update(signals, ~bad)
+        self.statistics.update(signals, ~(bad | nothing_to_step))
         return bad
 
     def _gradient_norms(self) -> Tensor:

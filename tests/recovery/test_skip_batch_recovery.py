@@ -455,6 +455,30 @@ def test_a_batch_given_up_before_its_step_leaves_no_trace_on_the_next(tmp_path, 
     assert trainer.callback_metrics["train_loss_epoch"] == its_trainer.callback_metrics["train_loss_epoch"]
 
 
+class StepsWithoutGradients(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_manual_step_without_gradients_is_the_users_own(tmp_path, mode, fp8):
+    runs = []
+    for callbacks in ([], [recovery()]):
+        plugins = [FP8Precision(layers=LayerSelection())] if fp8 else []
+        model = StepsWithoutGradients(MODES[mode], schedule=False)
+        runs.append(fit(tmp_path, callbacks, model=model, plugins=plugins, max_steps=12)[0])
+    assert same_weights(*runs) and not rejected(callbacks[0])
+    assert runs[1].net[1].num_batches_tracked == 12, "what forward moved stays"
+
+
 def test_left_out_batches_leave_no_trace(tmp_path):
     """``skip_batches`` of a run's own log repeats that run bit for bit without the faults."""
     log = tmp_path / "events.jsonl"
