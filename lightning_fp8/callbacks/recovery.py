@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_fp8.callbacks._averages import Averages
+from lightning_fp8.callbacks._averages import Averages, average_again
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._ending import while_ending
@@ -303,9 +304,11 @@ class SkipBatchRecovery(Callback):
         escalation = self._escalation
         if escalation is not None:
             # No save need have come after the last steps, and the verdict on the very last one may come only now.
-            if escalation.doubtful():
-                escalation.rewind("at the end of the fit")
+            if escalation.doubtful() and escalation.rewind("at the end of the fit"):
+                average_again(trainer, pl_module, self)
             escalation.write_skipped(self._running().outcomes())
+        # From here on the weights are the user's.
+        self._escalation = None
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -337,7 +340,7 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         escalation = self._escalation
-        if escalation is None:
+        if escalation is None or not _fits(trainer):
             return
         if escalation.doubtful(alone=self._ended):
             if escalation.go_back_before_a_save():
@@ -407,6 +410,11 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
+
+
+def _fits(trainer: pl.Trainer) -> bool:
+    """Whether a fit is going on, or about to end with an exception."""
+    return trainer.state.fn == TrainerFn.FITTING and trainer.state.stage is not None
 
 
 def _forward_only(trainer: pl.Trainer) -> bool:

@@ -617,6 +617,34 @@ def test_a_fit_without_saves_leaves_no_bad_weights_behind(tmp_path, mode, step):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ending", ["the end", "an exception"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_after_the_fit_the_weights_are_the_users(tmp_path, mode, ending, weights_only):
+    class Raises(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if ending == "an exception" and trainer.global_step == 20:
+                raise ValueError("the user's")
+
+    callback, model = recovery(), Net(MODES[mode])
+    faults = FaultInjector([Fault("batch", 18), Fault("batch", 19)])
+    trainer = make_trainer(tmp_path, [faults, callback, Raises()], max_steps=20)
+    if ending == "the end":
+        trainer.fit(model, make_loader())
+    else:
+        with pytest.raises(ValueError, match="the user's"):
+            trainer.fit(model, make_loader())
+    known = len(callback.events.recent)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    trainer.save_checkpoint(tmp_path / "own.ckpt", weights_only=weights_only)
+    saved = torch.load(tmp_path / "own.ckpt", weights_only=True)["state_dict"]
+    for state in (saved, model.state_dict()):
+        assert all((state[name] == 0.5).all() for name, _ in model.named_parameters())
+    assert len(callback.events.recent) == known
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
     class Noted(Net):
         def on_save_checkpoint(self, checkpoint):

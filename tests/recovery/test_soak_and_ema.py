@@ -141,6 +141,21 @@ def test_an_average_of_epochs_goes_back_too(tmp_path):
     assert averages.live_state()["0.averaged"] == 0, "it had not begun"
 
 
+@pytest.mark.parametrize("first", ["average", "recovery"])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_a_fit_that_ends_in_doubt_ends_with_its_average(tmp_path, first, kind):
+    recovery = SkipBatchRecovery(snapshot_every=5, log=None)
+    average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    callbacks = [average, recovery] if first == "average" else [recovery, average]
+    faults = FaultInjector([Fault("batch", step) for step in (10, 11)])
+    model = Net(schedule=False)
+    model.net[1] = torch.nn.Identity()  # With BatchNorm, SWA ends otherwise.
+    fit(tmp_path, [faults, *callbacks], model=model, loader=make_loader(64), max_steps=-1, max_epochs=3)
+    assert recovery.events.recent[-1]["reason"] == "at the end of the fit"
+    averages = average._average_model.parameters()
+    assert all(map(torch.equal, model.parameters(), averages))
+
+
 class BadAtTheEnd(FaultInjector):
     """Besides the faults, NaN in batches of the epoch in which SWA renews the statistics of BatchNorm."""
 
