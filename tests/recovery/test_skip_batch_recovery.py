@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -216,6 +217,60 @@ class Lazy(Net):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         self.net[4] = nn.LazyLinear(16)
+
+
+class NaNInWeight(pl.Callback):
+    """Spoils the last layer's weight, whatever it is called by then."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                next(p for name, p in pl_module.named_parameters() if "net.4" in name and p.ndim == 2)[0, 0] = NAN
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_rewind_to_before_weights_were_pruned(tmp_path, mode, fp8):
+    model = Net(MODES[mode])
+    start = {name: value.clone() for name, value in model.named_parameters()}
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if callback.events.counts["rewind"] and not hasattr(self, "seen"):
+                self.seen = {n.replace("_orig", ""): value.clone() for n, value in pl_module.named_parameters()}
+
+    callback, looks = recovery(snapshot_every=50), Looks()
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(model.net[4], "weight")], amount=0.3)
+    plugins = [FP8Precision(layers=LayerSelection())] if fp8 else []
+    callbacks = [NaNInWeight(12), callback, pruning, looks]
+    fit(tmp_path, callbacks, model=model, loader=make_loader(128), plugins=plugins, max_steps=24)
+    events = [(event["event"], event.get("layer")) for event in callback.events.recent]
+    assert events[:2] == [("rejected", "net.4.weight"), ("rewind", None)] and callback.events.counts["rewind"] == 1
+    assert all(torch.equal(looks.seen[name], value) for name, value in start.items())
+    assert math.isfinite(test_loss(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_good_state_that_lacks_new_parameters_is_none(tmp_path, mode, caplog):
+    class NormsWeight(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 5:
+                nn.utils.parametrizations.weight_norm(pl_module.net[4])
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.net[4].parametrizations.parameters())})
+
+    callback = recovery(snapshot_every=50)
+    faults = [FaultInjector([Fault("batch", 8)]), NaNInWeight(20)]
+    model = Net(MODES[mode], schedule=False)
+    fit(tmp_path, [*faults, NormsWeight(), callback], model=model, max_steps=30)
+    dropped, _, _, rewind = callback.events.recent[:4]
+    assert (dropped["event"], rewind["event"]) == ("good_state_dropped", "rewind")
+    assert callback.events.counts["rewind"] == callback.events.counts["good_state_dropped"] == 1
+    assert dropped["layers"] == [f"net.4.parametrizations.weight.original{index}" for index in range(2)]
+    assert dropped["good_step"] == 0 and 8 < rewind["good_step"] < 12, "the next good step gives a state again"
+    assert "no state to go back to" in caplog.text and math.isfinite(test_loss(model))
 
 
 @pytest.mark.parametrize("mode", MODES)
