@@ -189,6 +189,11 @@ class SkipBatchRecovery(Callback):
                 "retry=True repeats training_step for one batch: it needs automatic optimization, and no "
                 "accumulate_grad_batches or GradientAccumulationScheduler."
             )
+        if self.retry and is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                "retry=True repeats training_step for one batch, which training_step(self, dataloader_iter) takes from "
+                "its iterator itself: take batch and batch_idx instead, or leave retry=False."
+            )
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),

@@ -929,6 +929,21 @@ def test_bad_settings_are_refused_at_construction(settings, match):
         SkipBatchRecovery(**settings)
 
 
+class TakesItself(Net):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+def test_a_step_that_takes_its_batch_itself(tmp_path):
+    with pytest.raises(MisconfigurationException, match="dataloader_iter.*retry=False"):
+        fit(tmp_path, [recovery(retry=True)], model=TakesItself(), max_steps=1)
+    callback = recovery()
+    model, _ = fit(
+        tmp_path, [FaultInjector([Fault("activation", 3, "net.0")]), callback], model=TakesItself(), max_steps=8
+    )
+    assert len(rejected(callback)) == 1 and math.isfinite(test_loss(model))
+
+
 def test_wrong_places_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="inside Trainer"):
         SkipBatchRecovery().reject(torch.zeros(()))
