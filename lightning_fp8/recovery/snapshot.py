@@ -164,6 +164,8 @@ class Snapshots:
             return []
         names, lacking = self._names_in(snapshot), []
         for name, parameter in self.module.named_parameters():
+            if is_lazy(parameter):
+                continue
             kept = snapshot.tensors.get(f"parameter.{names.get(id(parameter))}")
             if kept is None or kept.shape != local_values(parameter.detach()).shape:
                 lacking.append(name)
