@@ -196,7 +196,7 @@ class Escalation:
             batches = f"skip_batches={str(self.events.path.absolute())!r}"
         else:
             last = sorted(rejected_batches(self.events.recent))[-_NAMED_BATCHES:]
-            batches = f"skip_batches={last}, the last that were rejected: log=None kept no list of them"
+            batches = f"skip_batches={last}, the last that were rejected: no log has them all"
         ways = [f"other data ({batches})", "a lower learning rate"]
         fp8 = self.guard.fp8.names
         if finding.culprits[0].where in fp8:  # Otherwise the batch or the weights went wrong, and layers only show it.

@@ -32,7 +32,7 @@ from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
-from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
+from lightning_fp8.recovery.events import EventLog, batches_to_leave_out, why_not_writable
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
@@ -194,13 +194,18 @@ class SkipBatchRecovery(Callback):
                 "retry=True repeats training_step for one batch, which training_step(self, dataloader_iter) takes from "
                 "its iterator itself: take batch and batch_idx instead, or leave retry=False."
             )
+        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
+        hindrance = why_not_writable(path) if path is not None and trainer.is_global_zero else None
+        if hindrance := trainer.strategy.broadcast(hindrance):
+            raise MisconfigurationException(
+                f"The event log {path} cannot be written, for {hindrance}: choose another path with log=, or log=None."
+            )
+        self.events.path = Path(path) if path is not None else None
+        self.events.writes = trainer.is_global_zero
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
         ]
-        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
-        self.events.path = Path(path) if path is not None else None
-        self.events.writes = trainer.is_global_zero
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaler = loss_scaler(trainer)

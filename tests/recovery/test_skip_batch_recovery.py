@@ -722,6 +722,31 @@ def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
     assert "on_save_checkpoint" not in model.__dict__, "the module is left as it was"
 
 
+@pytest.mark.parametrize("name", ["directory", "file/log"])
+def test_a_log_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=r"director.*choose another path with log="):
+        fit(tmp_path, [recovery(log=tmp_path / name)], model=model)
+    assert not model.losses and "training_step" not in model.__dict__
+
+
+def test_a_log_that_can_no_longer_be_written_is_warned_of_once(tmp_path, caplog):
+    class InTheWay(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                path.rename(tmp_path / "before.jsonl")
+                path.mkdir()
+
+    path = tmp_path / "log.jsonl"
+    callback = recovery(log=path)
+    faults = FaultInjector([Fault("batch", step) for step in (3, 8, 12)])
+    _, trainer = fit(tmp_path, [InTheWay(), faults, callback], max_steps=20)
+    assert trainer.global_step == 20 and len(rejected(callback)) == 3 and callback.events.path is None
+    assert caplog.text.count("cannot be written") == 1 and len(read_events(tmp_path / "before.jsonl")) == 1
+
+
 def test_counters_go_to_the_logger(tmp_path):
     logger = CSVLogger(tmp_path, version="x")
     fit(tmp_path, [FaultInjector([Fault("batch", 5)]), recovery()], logger=logger, log_every_n_steps=1)
@@ -935,7 +960,7 @@ class TakesItself(Net):
 
 
 def test_a_step_that_takes_its_batch_itself(tmp_path):
-    with pytest.raises(MisconfigurationException, match="dataloader_iter.*retry=False"):
+    with pytest.raises(MisconfigurationException, match=r"dataloader_iter.*retry=False"):
         fit(tmp_path, [recovery(retry=True)], model=TakesItself(), max_steps=1)
     callback = recovery()
     model, _ = fit(
