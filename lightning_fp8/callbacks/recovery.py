@@ -55,7 +55,7 @@ class SkipBatchRecovery(Callback):
         window: accepted steps that the median is taken over.
         warmup: accepted steps before a spike can be called.
         floor: sigma is at least this fraction of the median.
-        amax_jump: an FP8 operand's amax this many times its last is bad; None: never.
+        amax_jump: an FP8 operand's amax this many times its last is bad, but for the first steps; None: never.
         mode: ``"exact"`` reads one flag on the host each step. ``"fast"`` leaves it on the device, for fused
             optimizers; the host learns of a skip with the next step, so the learning-rate schedule and other people's
             EMA callbacks advance in skipped steps too. ``"auto"`` is fast where every optimizer is fused and no loss

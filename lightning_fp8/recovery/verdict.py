@@ -50,7 +50,7 @@ class Thresholds:
         warmup: accepted steps before the first spike can be called.
         floor: sigma is at least this fraction of the median, so that a flat curve doesn't make noise a spike.
         amax_jump: an operand's amax this many times its last one; None: never. Far above what the window of delayed
-            scaling can follow.
+            scaling can follow. The first accepted steps call none, two more than there are layers, at most ``warmup``.
 
     Raises:
         TypeError: where a setting is no number.
@@ -313,6 +313,10 @@ class Judge:
         self.statistics = SpikeStatistics(thresholds, device, len(self.parameters))
         self.rank = dist.get_rank(group) if layout.ranks > 1 else 0
         self.message = self.scores = self.grad_norm = torch.zeros(0, device=device)
+        # A step of Adam is as large as the learning rate, so that the first (where a schedule begins at zero, the
+        # second) changes small initial weights, and the gradients behind them, by orders of magnitude. Under delayed
+        # scaling these saturate at first, so that the change goes one layer further with each step.
+        self._settled = min(thresholds.warmup, 2 + len(layout.layers))
 
     def watch(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         """Judge these from now on, with statistics that begin anew."""
@@ -360,7 +364,7 @@ class Judge:
         if amax is not None and last_amax is not None and self.layout.layers:
             amax_part.copy_(for_message(amax).flatten())
             # A slot that was never seen, or only saw zeros, has nothing to jump from.
-            comparable = (last_amax > 0) & torch.isfinite(amax)
+            comparable = (last_amax > 0) & torch.isfinite(amax) & (self.statistics.count >= self._settled)
             jumps = torch.where(comparable, amax / last_amax, 0.0).clamp(max=_INF / 2)
             jump_part.copy_(jumps.flatten())
             suspicious = (amax_part >= _INF).any()

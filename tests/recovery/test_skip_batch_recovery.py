@@ -54,6 +54,36 @@ def test_a_clean_run_is_bit_identical_with_it_on(tmp_path, optimizer, fp8):
     assert not rejected(callbacks[0])
 
 
+class FromZero(Net):
+    """With a learning rate that begins at zero, three layers without BatchNorm, and small weights in the last."""
+
+    def __init__(self, optimizer: str, std: float, steps: int) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)
+        )
+        nn.init.normal_(self.net[6].weight, std=std)
+        self.steps = steps
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("std", [1e-8, 1e-6])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_small_initial_weights_are_no_fault(tmp_path, mode, std, steps):
+    """The first steps make them, and layer by layer the gradients behind them, larger by orders of magnitude."""
+    runs = []
+    for callbacks in ([], [recovery()]):
+        model = FromZero(MODES[mode], std, steps)
+        plugins = [FP8Precision()]
+        runs.append(fit(tmp_path, callbacks, model=model, plugins=plugins, max_steps=20)[0])
+    assert same_weights(*runs) and not rejected(callbacks[0])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_skipped_step_leaves_no_trace(tmp_path, mode):
     """Dropout off: the run with the bad batch must equal, bit for bit, one whose data never held it."""

@@ -185,6 +185,8 @@ def test_the_first_operand_is_the_cause(bad, cause):
 def test_an_amax_that_jumps_is_named_and_a_new_one_does_not_jump():
     judge_ = make_judge(2, ("a", "b", "c"), amax_jump=100.0)
     amax, last = amaxes(b_grad_output=1e4)
+    for _ in range(5):
+        assert not judge(judge_, 1.0, [1.0, 1.0], amax=amax, last_amax=last)[0], "the first steps may"
     rejected, finding = judge(judge_, 1.0, [1.0, 1.0], amax=amax, last_amax=last)
     first = finding.culprits[0]
     assert rejected and (first.what, first.where, first.role) == ("amax_jump", "b", "grad_output")
