@@ -74,8 +74,8 @@ class SkipBatchRecovery(Callback):
         log: path of the event log; ``"auto"``: ``recovery.jsonl`` in the Trainer's log directory; None: none.
 
     Attributes:
-        events: what was seen and done: ``events.recent`` holds the last 1000 as dicts, ``events.counts`` how many there
-            were of each kind, ``events.path`` the log of the running fit, or None.
+        events: what was seen and done in this run, over resumes: ``events.recent`` holds the last 1000 as dicts,
+            ``events.counts`` how many there were of each kind, ``events.path`` the log of the running fit, or None.
 
     Raises:
         TypeError: where a setting is of the wrong type.
@@ -220,6 +220,8 @@ class SkipBatchRecovery(Callback):
             self.ladder.load_state_dict(self._loaded["ladder"])
             self.events.load_state_dict(self._loaded["events"])
             self._loaded = None
+        elif trainer.global_step == 0:
+            self.events.clear()
         guard.fp8.set_enabled(self.ladder.fallen, False)
         if self.snapshot_every is not None:
             others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}

@@ -1059,6 +1059,21 @@ def test_a_fault_names_its_own_wrong_fields(fields, words):
         Fault(**fields)
 
 
+def test_another_run_counts_anew(tmp_path):
+    callback = recovery()
+    fit(tmp_path, [FaultInjector([Fault("batch", step) for step in (3, 9)]), callback], max_steps=12)
+    assert callback.events.counts == {"rejected": 2}
+    _, trainer = fit(tmp_path, [FaultInjector([Fault("batch", step) for step in (5, 15)]), callback], max_steps=10)
+    assert callback.events.counts == {"rejected": 1} and [event["step"] for event in callback.events.recent] == [5]
+    trainer.save_checkpoint(tmp_path / "here.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 20
+    trainer.fit(trainer.lightning_module, make_loader())
+    assert callback.events.counts == {"rejected": 2}, "the same run goes on"
+    other = recovery()
+    fit(tmp_path, [FaultInjector([Fault("batch", 15)]), other], ckpt_path=tmp_path / "here.ckpt", max_steps=20)
+    assert other.events.counts == {"rejected": 2}, "a resumed one too"
+
+
 def test_validation_in_between_and_a_second_fit(tmp_path):
     callback = recovery()
     injector = FaultInjector([Fault("batch", 5)])
