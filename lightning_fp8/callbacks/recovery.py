@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -29,6 +28,7 @@ from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
+from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
@@ -184,7 +184,7 @@ class SkipBatchRecovery(Callback):
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
                 "use DDP or ModelParallelStrategy."
             )
-        if self.retry and (_accumulates(trainer) or not pl_module.automatic_optimization):
+        if self.retry and (accumulates(trainer) or not pl_module.automatic_optimization):
             raise MisconfigurationException(
                 "retry=True repeats training_step for one batch: it needs automatic optimization, and no "
                 "accumulate_grad_batches or GradientAccumulationScheduler."
@@ -245,7 +245,7 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         guard = self._running()
         self._schedules.before_batch()
-        if _forward_only(trainer):
+        if runs_forward_only(trainer):
             self._batches = []
             if self._escalation is not None:
                 self._escalation.weights_were_replaced()
@@ -268,7 +268,7 @@ class SkipBatchRecovery(Callback):
         guard = self._running()
         if self.snapshots is not None:
             self.snapshots.before_optimizer_step()
-        if _forward_only(trainer):
+        if runs_forward_only(trainer):
             return
         context = {"epoch": trainer.current_epoch, "step": trainer.global_step, "batches": list(self._batches)}
         accepted = guard.decide(optimizer, **context)
@@ -284,7 +284,7 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         guard, escalation = self._running(), self._escalation
         self._batch = None
-        if _forward_only(trainer):
+        if runs_forward_only(trainer):
             flag = guard.judge_forward(outputs.get("loss"))
             self._metrics.restore(trainer, flag)
             self._undone = flag.long() if self._undone is None else self._undone + flag
@@ -352,7 +352,7 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         escalation = self._escalation
-        if escalation is None or not _fits(trainer):
+        if escalation is None or not fits(trainer):
             return
         if escalation.doubtful(alone=self._ended):
             if escalation.go_back_before_a_save():
@@ -422,23 +422,3 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
-
-
-def _fits(trainer: pl.Trainer) -> bool:
-    """Whether a fit is going on, or about to end with an exception."""
-    return trainer.state.fn == TrainerFn.FITTING and trainer.state.stage is not None
-
-
-def _forward_only(trainer: pl.Trainer) -> bool:
-    """Whether Lightning runs no backward by design, and offers no public way to tell.
-
-    So it does in the epoch in which ``StochasticWeightAveraging`` renews the statistics of BatchNorm. The step at its
-    end has no gradients, or those that an earlier step has left.
-    """
-    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._skip_backward
-
-
-def _accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a step ever takes several batches."""
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    return trainer.accumulate_grad_batches > 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
