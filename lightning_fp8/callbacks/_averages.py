@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 
 from lightning_fp8.ranks import local_values
@@ -46,3 +46,21 @@ class Averages:
                 tensor.copy_(state[name])
             else:
                 tensor.zero_()
+
+
+def average_again(trainer: pl.Trainer, module: pl.LightningModule, recovery: Callback) -> None:
+    """Let the model hold its average again, after the last good state came back over it at the end of a fit.
+
+    Callbacks behind ``recovery`` have not put theirs in yet. Nor does ``StochasticWeightAveraging`` with BatchNorm at
+    the end of the fit: it did an epoch ago.
+
+    Args:
+        trainer: whose fit ends.
+        module: gets the average.
+        recovery: stands among the trainer's callbacks.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks[: callbacks.index(recovery)]:
+        earlier = isinstance(callback, StochasticWeightAveraging) and callback._model_contains_batch_norm
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and not earlier:
+            callback.on_train_end(trainer, module)

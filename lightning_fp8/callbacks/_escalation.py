@@ -103,7 +103,7 @@ class Escalation:
         return self.ladder.rejected(
             self.guilty(finding),
             finite=finding.finite,
-            can_rewind=self.snapshots is not None and self.snapshots.good is not None,
+            can_rewind=self._has_good_state(),
             weights_bad=bool(bad_weights),
         )
 
@@ -147,13 +147,30 @@ class Escalation:
 
     def rewind(self, reason: str | None = None) -> bool:
         """Put the last good state back; False, and nothing done, where there is none."""
-        if self.snapshots is None or self.snapshots.good is None:
+        if self.snapshots is None or not self._has_good_state():
             return False
         label = self.snapshots.restore()
         self.guard.forget()
         self.schedules.drop()
         self.events.add("rewind", step=self.trainer.global_step, good_step=label, reason=reason)
         return True
+
+    def _has_good_state(self) -> bool:
+        """One without parameters that the model has by now is none: half of it would be from another time."""
+        good = self.snapshots.good if self.snapshots is not None else None
+        if self.snapshots is None or good is None:
+            return False
+        lacking = self.snapshots.drop_incomplete()
+        if lacking:
+            step, names = self.trainer.global_step, ", ".join(lacking[:_NAMED_LAYERS])
+            self.events.add("good_state_dropped", step=step, good_step=good.label, layers=lacking)
+            if self.events.writes:
+                log.warning(
+                    "Step %s: there is no state to go back to until the next good one, for that of step %s lacks "
+                    "%s parameters that the model has got since (%s).",
+                    step, good.label, len(lacking), names,
+                )  # fmt: skip
+        return not lacking
 
     def _stop(self, outcome: Outcome, finding: Finding) -> None:
         message = (
@@ -179,7 +196,7 @@ class Escalation:
             batches = f"skip_batches={str(self.events.path.absolute())!r}"
         else:
             last = sorted(rejected_batches(self.events.recent))[-_NAMED_BATCHES:]
-            batches = f"skip_batches={last}, the last that were rejected: log=None kept no list of them"
+            batches = f"skip_batches={last}, the last that were rejected: no log has them all"
         ways = [f"other data ({batches})", "a lower learning rate"]
         fp8 = self.guard.fp8.names
         if finding.culprits[0].where in fp8:  # Otherwise the batch or the weights went wrong, and layers only show it.
@@ -202,6 +219,11 @@ class Escalation:
         """
         self.ladder.in_a_row = self.guard.rejected_in_a_row(self.ladder.in_a_row)
         self.write_skipped([*known, *self.guard.outcomes()])
+
+    def weights_were_replaced(self) -> None:
+        """By others than the last steps have left, such as an average: doubts about those mean nothing now."""
+        self.write_skipped(self.guard.outcomes())
+        self.ladder.in_a_row = 0
 
     def write(self, outcome: Outcome, finding: Finding, action: str) -> None:
         """The line of a rejected step, and counts for the loggers."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_fp8.callbacks._averages import Averages
+from lightning_fp8.callbacks._averages import Averages, average_again
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._ending import while_ending
@@ -28,10 +28,11 @@ from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
+from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
-from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
+from lightning_fp8.recovery.events import EventLog, batches_to_leave_out, why_not_writable
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
@@ -54,7 +55,7 @@ class SkipBatchRecovery(Callback):
         window: accepted steps that the median is taken over.
         warmup: accepted steps before a spike can be called.
         floor: sigma is at least this fraction of the median.
-        amax_jump: an FP8 operand's amax this many times its last is bad; None: never.
+        amax_jump: an FP8 operand's amax this many times its last is bad, but for the first steps; None: never.
         mode: ``"exact"`` reads one flag on the host each step. ``"fast"`` leaves it on the device, for fused
             optimizers; the host learns of a skip with the next step, so the learning-rate schedule and other people's
             EMA callbacks advance in skipped steps too. ``"auto"`` is fast where every optimizer is fused and no loss
@@ -73,8 +74,8 @@ class SkipBatchRecovery(Callback):
         log: path of the event log; ``"auto"``: ``recovery.jsonl`` in the Trainer's log directory; None: none.
 
     Attributes:
-        events: what was seen and done: ``events.recent`` holds the last 1000 as dicts, ``events.counts`` how many there
-            were of each kind, ``events.path`` the log of the running fit, or None.
+        events: what was seen and done in this run, over resumes: ``events.recent`` holds the last 1000 as dicts,
+            ``events.counts`` how many there were of each kind, ``events.path`` the log of the running fit, or None.
 
     Raises:
         TypeError: where a setting is of the wrong type.
@@ -133,6 +134,7 @@ class SkipBatchRecovery(Callback):
         self._batch: Any = None
         self._known: list[Outcome] = []
         self._rejection: Tensor | bool = False
+        self._undone: Tensor | None = None
         self._releases: list[Callable[[], None]] = []
         self._ended = False
         self._escalation: Escalation | None = None
@@ -182,18 +184,28 @@ class SkipBatchRecovery(Callback):
                 "DeepSpeed's engine steps by itself, so that SkipBatchRecovery cannot keep it from a bad step: "
                 "use DDP or ModelParallelStrategy."
             )
-        if self.retry and (_accumulates(trainer) or not pl_module.automatic_optimization):
+        if self.retry and (accumulates(trainer) or not pl_module.automatic_optimization):
             raise MisconfigurationException(
                 "retry=True repeats training_step for one batch: it needs automatic optimization, and no "
                 "accumulate_grad_batches or GradientAccumulationScheduler."
             )
+        if self.retry and is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                "retry=True repeats training_step for one batch, which training_step(self, dataloader_iter) takes from "
+                "its iterator itself: take batch and batch_idx instead, or leave retry=False."
+            )
+        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
+        hindrance = why_not_writable(path) if path is not None and trainer.is_global_zero else None
+        if hindrance := trainer.strategy.broadcast(hindrance):
+            raise MisconfigurationException(
+                f"The event log {path} cannot be written, for {hindrance}: choose another path with log=, or log=None."
+            )
+        self.events.path = Path(path) if path is not None else None
+        self.events.writes = trainer.is_global_zero
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
         ]
-        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
-        self.events.path = Path(path) if path is not None else None
-        self.events.writes = trainer.is_global_zero
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaler = loss_scaler(trainer)
@@ -208,6 +220,8 @@ class SkipBatchRecovery(Callback):
             self.ladder.load_state_dict(self._loaded["ladder"])
             self.events.load_state_dict(self._loaded["events"])
             self._loaded = None
+        elif trainer.global_step == 0:
+            self.events.clear()
         guard.fp8.set_enabled(self.ladder.fallen, False)
         if self.snapshot_every is not None:
             others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
@@ -224,14 +238,20 @@ class SkipBatchRecovery(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # An epoch that somebody ended early left its last step open.
         self._batches = []
+        self._undone = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         guard = self._running()
         self._schedules.before_batch()
+        if runs_forward_only(trainer):
+            self._batches = []
+            if self._escalation is not None:
+                self._escalation.weights_were_replaced()
         if not self._batches:
-            guard.begin()
+            # In manual optimization a step without gradients is the user's own.
+            guard.begin(loss_expected=pl_module.automatic_optimization)
             self._metrics.remember(trainer, pl_module)
         self._batches.append(batch_idx)
         self._batch = batch
@@ -248,6 +268,8 @@ class SkipBatchRecovery(Callback):
         guard = self._running()
         if self.snapshots is not None:
             self.snapshots.before_optimizer_step()
+        if runs_forward_only(trainer):
+            return
         context = {"epoch": trainer.current_epoch, "step": trainer.global_step, "batches": list(self._batches)}
         accepted = guard.decide(optimizer, **context)
         if accepted is False and self.retry:
@@ -262,6 +284,10 @@ class SkipBatchRecovery(Callback):
     ) -> None:
         guard, escalation = self._running(), self._escalation
         self._batch = None
+        if runs_forward_only(trainer):
+            flag = guard.judge_forward(outputs.get("loss"))
+            self._metrics.restore(trainer, flag)
+            self._undone = flag.long() if self._undone is None else self._undone + flag
         if not self._decided or escalation is None:
             return
         self._metrics.restore(trainer, self._rejection)
@@ -275,6 +301,12 @@ class SkipBatchRecovery(Callback):
             if due or self.snapshots.empty:
                 self._take_snapshot(self.snapshots, self._step)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        undone, self._undone = int(self._undone) if self._undone is not None else 0, None
+        if undone:
+            reason = f"{undone} batches of an epoch without backward: given up, or with a loss that is not finite"
+            self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason)
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
             release()
@@ -284,9 +316,11 @@ class SkipBatchRecovery(Callback):
         escalation = self._escalation
         if escalation is not None:
             # No save need have come after the last steps, and the verdict on the very last one may come only now.
-            if escalation.doubtful():
-                escalation.rewind("at the end of the fit")
+            if escalation.doubtful() and escalation.rewind("at the end of the fit"):
+                average_again(trainer, pl_module, self)
             escalation.write_skipped(self._running().outcomes())
+        # From here on the weights are the user's.
+        self._escalation = None
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -318,7 +352,7 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         escalation = self._escalation
-        if escalation is None:
+        if escalation is None or not fits(trainer):
             return
         if escalation.doubtful(alone=self._ended):
             if escalation.go_back_before_a_save():
@@ -388,9 +422,3 @@ class SkipBatchRecovery(Callback):
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None
         self._decided = self._rejection = False
-
-
-def _accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a step ever takes several batches."""
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    return trainer.accumulate_grad_batches > 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)

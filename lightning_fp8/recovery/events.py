@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import Any
 
 from lightning_fp8.checks import check_number
 
+log = logging.getLogger(__name__)
+
 #: Lines kept in memory for the report.
 RECENT = 1000
 #: Actions after which the batch was, or could have been, taken.
@@ -20,6 +23,8 @@ NOT_LEFT_OUT = ("retry", "loss_scale_lowered")
 
 class EventLog:
     """Writes events as they come, flushed, so that a killed process leaves them behind.
+
+    Where a line cannot be written, a warning says so, the file ends there, and ``path`` is None.
 
     Args:
         path: of the file, appended to; None: nothing is written, only counted.
@@ -42,10 +47,19 @@ class EventLog:
         self.counts[event] += 1
         self.recent = [*self.recent[-RECENT + 1 :], line]
         if self.writes and self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                # A line that was cut off can be read over only at the end.
+                log.warning("The event log %s ends here, for it cannot be written: %s", self.path, error)
+                self.path = None
         return line
+
+    def clear(self) -> None:
+        """Another run begins: count anew."""
+        self.counts, self.recent = Counter(), []
 
     def state_dict(self) -> dict[str, int]:
         """The counts."""
@@ -54,6 +68,20 @@ class EventLog:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on counting."""
         self.counts = Counter(state)
+
+
+def why_not_writable(path: str | os.PathLike[str]) -> str | None:
+    """What keeps a file from being made or appended to, as far as that can be seen without doing it; None: nothing."""
+    path = Path(path)
+    try:
+        place = next(p for p in (path, *path.absolute().parents) if p.exists())
+    except OSError as error:
+        return str(error)
+    if path.is_dir():
+        return "it is a directory"
+    if place != path and not place.is_dir():
+        return f"{place} is no directory"
+    return None if os.access(place, os.W_OK) else f"{place} may not be written to"
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

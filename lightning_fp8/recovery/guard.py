@@ -39,6 +39,7 @@ from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.spikes import Thresholds
 from lightning_fp8.recovery.verdict import (
+    IDLE,
     NO_LOSS,
     REJECTED,
     Culprit,
@@ -122,6 +123,7 @@ class StepGuard:
         self._losses: list[tuple[Tensor, Tensor | None]] = []
         self._rejected = 0
         self._left_out = False
+        self._loss_expected = True
         self._unhealthy: Tensor | None = None
         self._pending: list[_Pending] = []
         self._window = 0
@@ -147,9 +149,15 @@ class StepGuard:
             self._without_state[index] = _with_momentum(optimizer)
         return judge
 
-    def begin(self) -> None:
-        """A step's first forward is about to begin; of several optimizers, the first one's."""
+    def begin(self, *, loss_expected: bool = True) -> None:
+        """A step's first forward is about to begin; of several optimizers, the first one's.
+
+        Args:
+            loss_expected: a step without a loss and without gradients is one that was given up, and leaves no trace;
+                otherwise it has nothing to step by design, and what its forward moved stays.
+        """
         self._window += 1
+        self._loss_expected = loss_expected
         self._buffers.remember()
         self._losses, self._rejected, self._unhealthy = [], 0, None
         self._batches, self._left_out = [], False
@@ -188,6 +196,26 @@ class StepGuard:
         """Leave no trace of what was done since :meth:`begin`; its steps need not come, and the gradients are gone."""
         for optimizer in self.optimizers:
             self._skip_on_host(optimizer)
+
+    @torch.no_grad()
+    def judge_forward(self, loss: Tensor | None) -> Tensor:
+        """In place of :meth:`decide` for a batch whose forward is all there is: no backward, no step.
+
+        Each rank decides on its own batch. One that was left out, or has a loss that is not finite, leaves no trace.
+
+        Args:
+            loss: ``[]``; None: the batch was given up.
+
+        Returns:
+            bool ``[]`` on the device: the batch is undone.
+        """
+        if loss is None or self._left_out or self._rejected:
+            flag = torch.ones((), dtype=torch.bool, device=self.device)
+        else:
+            flag = ~loss.detach().isfinite().all().to(self.device)
+        self._buffers.restore(flag)
+        self.fp8.discard(flag)
+        return flag
 
     @torch.no_grad()
     def decide(self, optimizer: Optimizer, **context: Any) -> bool | None:
@@ -307,7 +335,7 @@ class StepGuard:
         if not self._losses:
             if any(parameter.grad is not None for parameter in judge.parameters):
                 return torch.zeros((), device=judge.device)
-            self._rejected = self._rejected or NO_LOSS
+            self._rejected = self._rejected or (NO_LOSS if self._loss_expected else IDLE)
             return None
         losses = [loss if scale is None else loss / scale for loss, scale in self._losses]
         return torch.stack([loss.to(judge.device, torch.float32) for loss in losses]).sum()

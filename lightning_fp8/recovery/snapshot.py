@@ -45,11 +45,13 @@ class Snapshot:
     Attributes:
         label: what the caller said about the moment (the step).
         plain: of each optimizer parameter's state the values that are no tensors, such as some optimizers' step count.
+        parameters: the module's, not copies, by the names that they had.
     """
 
     def __init__(self) -> None:
         self.label: Any = None
         self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
         self.plain: dict[str, dict[str, Any]] = {}
         self.settings: list[Settings] = []
         self.states: dict[str, tuple[list[Any], TreeSpec]] = {}
@@ -62,6 +64,9 @@ class Snapshots:
     Parameter groups may join an optimizer in mid-run. Going back to a state from before them, all weights come back,
     the groups stay, and their parameters lose the optimizer state that they have got since. That optimizer's settings
     and schedules stay as they are: those from before do not know of the groups.
+
+    A parameter is the same whatever it is called by now: pruning and parametrizations rename it in mid-run. Where they
+    make another one in its stead, older states lack it: see :meth:`drop_incomplete`.
 
     Args:
         module: weights and buffers, restored in place.
@@ -84,7 +89,9 @@ class Snapshots:
         """Begin a copy of the present state; it becomes the candidate."""
         self.wait()
         snapshot, self._spare = self.candidate or self._spare, Snapshot()
-        live = dict(self._tensors())
+        snapshot.parameters = dict(self.module.named_parameters())
+        names = {id(parameter): name for name, parameter in snapshot.parameters.items()}
+        live = dict(self._tensors(names))
         snapshot.states = {}
         for name, other in self.others.items():
             leaves, spec = tree_flatten(getattr(other, "live_state", other.state_dict)())
@@ -112,7 +119,7 @@ class Snapshots:
                 host.copy_(tensor)
         if self._stream is not None:
             self._copied = self._stream.record_event()
-        snapshot.plain = self._plain()
+        snapshot.plain = self._plain(names)
         snapshot.settings = [settings_of(optimizer) for optimizer in self.optimizers]
         snapshot.rng = collect_rng_state()
         snapshot.label = label
@@ -139,9 +146,34 @@ class Snapshots:
         if self.candidate is not None:
             self.good, self.candidate, self._spare = self.candidate, None, self.good or self._spare
 
+    def drop_incomplete(self) -> list[str]:
+        """Let go of states that lack a parameter the module has by now, or hold it in another shape.
+
+        Returns:
+            Names of those that the good state lacked; empty where it is kept.
+        """
+        lacking = self._lacking(self.good)
+        if lacking:
+            self.good = None
+        if self._lacking(self.candidate):
+            self.candidate = None
+        return lacking
+
+    def _lacking(self, snapshot: Snapshot | None) -> list[str]:
+        if snapshot is None:
+            return []
+        names, lacking = self._names_in(snapshot), []
+        for name, parameter in self.module.named_parameters():
+            if is_lazy(parameter):
+                continue
+            kept = snapshot.tensors.get(f"parameter.{names.get(id(parameter))}")
+            if kept is None or kept.shape != local_values(parameter.detach()).shape:
+                lacking.append(name)
+        return lacking
+
     @torch.no_grad()
     def restore(self) -> Any:
-        """Put the good state back in place.
+        """Put the good state back in place: all of it that the module still has.
 
         Returns:
             Its label.
@@ -152,7 +184,7 @@ class Snapshots:
         if self.good is None:
             raise RuntimeError("There is no good state to go back to: capture one and promote it first.")
         self.wait()
-        good = self.good
+        good, names = self.good, self._names_in(self.good)
         if self.candidate is not None:
             self._spare, self.candidate = self.candidate, None
         changed = []
@@ -162,7 +194,7 @@ class Snapshots:
             else:
                 changed.append(optimizer)
         for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in self._optimizer_parameters(index, optimizer):
+            for name, parameter in self._optimizer_parameters(index, optimizer, names):
                 # What the state did not hold then was made by steps that are undone.
                 state, values = optimizer.state.setdefault(parameter, {}), good.plain.get(name, {})
                 for key in [key for key in state if key not in values and f"{name}.{key}" not in good.tensors]:
@@ -170,7 +202,7 @@ class Snapshots:
                 state.update(copy.deepcopy(values))
                 if not state:
                     optimizer.state.pop(parameter, None)
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors(names):
             if name in good.tensors:
                 tensor.copy_(good.tensors[name])
         for name, other in self.others.items():
@@ -185,35 +217,49 @@ class Snapshots:
         restore_rng_state(good.rng)
         return good.label
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet."""
-        live: list[tuple[str, Tensor]] = [
-            (f"parameter.{name}", parameter) for name, parameter in self.module.named_parameters()
-        ]
+    def _names_in(self, snapshot: Snapshot) -> dict[int, str]:
+        """What a snapshot calls the parameters, by their id; those that it lacks are left out.
+
+        The same object is the same parameter. An object that has come since is, where it has the name of one that went.
+        """
+        were = {id(parameter): name for name, parameter in snapshot.parameters.items()}
+        now = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        taken = {were[parameter] for parameter in now if parameter in were}
+        return {parameter: name for parameter, name in now.items() if name not in taken} | were
+
+    def _tensors(self, names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
+        """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet.
+
+        Args:
+            names: of the parameters, by their id.
+        """
+        parameters = self.module.parameters()
+        live: list[tuple[str, Tensor]] = [(f"parameter.{names[id(p)]}", p) for p in parameters if id(p) in names]
         live += [(f"buffer.{name}", buffer) for name, buffer in self.module.named_buffers()]
         found = [(name, local_values(tensor.detach())) for name, tensor in live if not is_lazy(tensor)]
         for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in self._optimizer_parameters(index, optimizer):
+            for name, parameter in self._optimizer_parameters(index, optimizer, names):
                 state = optimizer.state.get(parameter, {})
                 found += [
                     (f"{name}.{key}", local_values(value)) for key, value in state.items() if torch.is_tensor(value)
                 ]
         return found
 
-    def _plain(self) -> dict[str, dict[str, Any]]:
+    def _plain(self, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
         """What the optimizers' states hold besides tensors, by parameter; copies."""
         plain: dict[str, dict[str, Any]] = {}
         for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in self._optimizer_parameters(index, optimizer):
+            for name, parameter in self._optimizer_parameters(index, optimizer, names):
                 state = optimizer.state.get(parameter, {})
                 values = {key: value for key, value in state.items() if not torch.is_tensor(value)}
                 if values:
                     plain[name] = copy.deepcopy(values)
         return plain
 
-    def _optimizer_parameters(self, index: int, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    def _optimizer_parameters(
+        self, index: int, optimizer: Optimizer, names: Mapping[int, str]
+    ) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         parameters = enumerate(parameters_of(optimizer))
         return [(f"optimizer.{index}.{names.get(id(p), number)}", p) for number, p in parameters]
 

@@ -28,7 +28,7 @@ class Thresholds:
         warmup: accepted steps before the first spike can be called.
         floor: sigma is at least this fraction of the median, so that a flat curve doesn't make noise a spike.
         amax_jump: an operand's amax this many times its last one; None: never. Far above what the window of delayed
-            scaling can follow.
+            scaling can follow. The first accepted steps call none, two more than there are layers, at most ``warmup``.
 
     Raises:
         TypeError: where a setting is no number.

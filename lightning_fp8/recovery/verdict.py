@@ -6,7 +6,7 @@
 2. One MAX all-reduce. From here on all ranks hold the same message, and decide alike.
 3. A step is bad if anything is non-finite, if a rank rejects it, or if loss or gradient norm is a spike against the
    robust statistics of the steps accepted before.
-4. Only an accepted step enters the statistics.
+4. Only an accepted step enters the statistics, and only one that had gradients on some rank.
 
 Nothing here waits for the device; :meth:`Layout.findings` names the culprits on the host, when there is one.
 """
@@ -26,8 +26,9 @@ from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.recovery.spikes import SIGNALS, SpikeStatistics, Thresholds
 
-#: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so.
-REJECTED, NO_LOSS, UNHEALTHY = 1, 2, 3
+#: Why a rank rejects a step, whatever its values are: the user said so, it had no loss, a monitor said so. It has no
+#: gradients, and wanted none: that is a reason only where another rank has some.
+REJECTED, NO_LOSS, UNHEALTHY, IDLE = 1, 2, 3, 4
 #: In a message: Inf. What no finite value reaches, Inf itself, stands for NaN.
 _INF = torch.finfo(torch.float32).max
 #: In the part for batches.
@@ -121,10 +122,11 @@ class Layout:
         """
         losses, batches, operands, rejections, norms, amaxes, jumps = self.split(message)
         codes = list(enumerate(rejections.tolist()))
+        without_loss = (NO_LOSS,) if all(code == IDLE for _, code in codes) else (NO_LOSS, IDLE)
         culprits = [
             Culprit(what, "loss", "loss", math.nan, who)
-            for what, given in (("rejected", REJECTED), ("no_loss", NO_LOSS))
-            if (who := tuple(rank for rank, code in codes if code == given))
+            for what, given in (("rejected", (REJECTED,)), ("no_loss", without_loss))
+            if (who := tuple(rank for rank, code in codes if code in given))
         ]
         ranks = tuple((operands > 0).nonzero()[:, 0].tolist())
         by_layer = amaxes.view(-1, len(ROLES))
@@ -209,6 +211,10 @@ class Judge:
         self.statistics = SpikeStatistics(thresholds, device, len(self.parameters))
         self.rank = dist.get_rank() if layout.ranks > 1 else 0
         self.message = self.scores = torch.zeros(0, device=device)
+        # A step of Adam is as large as the learning rate, so that the first (where a schedule begins at zero, the
+        # second) changes small initial weights, and the gradients behind them, by orders of magnitude. Under delayed
+        # scaling these saturate at first, so that the change goes one layer further with each step.
+        self._settled = min(thresholds.warmup, 2 + len(layout.layers))
 
     def watch(self, parameters: Sequence[Tensor], layout: Layout) -> None:
         """Judge these from now on, with statistics that begin anew."""
@@ -233,7 +239,7 @@ class Judge:
             batch: not finite where this rank's data holds NaN or Inf, ``[]``; named in findings, no fault by itself.
             amax: of this step, fp32 ``[layers, roles]``, negative where not seen.
             last_amax: of the last accepted step, the same.
-            rejected: 0, :data:`REJECTED` or :data:`NO_LOSS`.
+            rejected: 0, :data:`REJECTED`, :data:`NO_LOSS` or :data:`IDLE`.
             unhealthy: bool ``[]``: a monitor rejects the step.
 
         Returns:
@@ -245,8 +251,8 @@ class Judge:
         if loss is not None:
             losses[self.rank].copy_(for_message(loss.detach().float()))
         rejections[self.rank].fill_(float(rejected))
-        if unhealthy is not None and not rejected:
-            rejections[self.rank].copy_(unhealthy * UNHEALTHY)
+        if unhealthy is not None and rejected in (0, IDLE):
+            rejections[self.rank].copy_(torch.where(unhealthy, float(UNHEALTHY), float(rejected)))
         norm_part.copy_(for_message(norms))
         batches[self.rank].fill_(0.0)
         if batch is not None:
@@ -256,7 +262,7 @@ class Judge:
         if amax is not None and last_amax is not None and self.layout.layers:
             amax_part.copy_(for_message(amax).flatten())
             # A slot that was never seen, or only saw zeros, has nothing to jump from.
-            comparable = (last_amax > 0) & torch.isfinite(amax)
+            comparable = (last_amax > 0) & torch.isfinite(amax) & (self.statistics.count >= self._settled)
             jumps = torch.where(comparable, amax / last_amax, 0.0).clamp(max=_INF / 2)
             jump_part.copy_(jumps.flatten())
             suspicious = (amax_part >= _INF).any()
@@ -266,13 +272,14 @@ class Judge:
         if self.layout.ranks > 1:
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         signals = torch.stack((losses.max(), torch.linalg.vector_norm(norm_part)))
-        bad = (message >= _INF).any() | (rejections > 0).any()
+        nothing_to_step = (rejections == IDLE).all()
+        bad = (message >= _INF).any() | ((rejections > 0).any() & ~nothing_to_step)
         if self.thresholds.amax_jump is not None:
             bad = bad | (jump_part > self.thresholds.amax_jump).any()
         self.scores = self.statistics.score(signals)
         if self.thresholds.spike is not None:
             bad = bad | (self.scores > self.thresholds.spike).any()
-        self.statistics.update(signals, ~bad)
+        self.statistics.update(signals, ~(bad | nothing_to_step))
         return bad
 
     def _gradient_norms(self) -> Tensor:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.recovery.buffers import MovedBuffers
-from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
+from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches, why_not_writable
 
 
 class Counting(nn.Module):
@@ -157,6 +158,17 @@ def test_events_are_json_lines_and_survive_a_cut(tmp_path):
     twin = EventLog()
     twin.load_state_dict(log.state_dict())
     assert twin.counts == log.counts
+
+
+def test_what_keeps_a_log_from_being_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "there.jsonl").touch()
+    for path in (tmp_path / "there.jsonl", tmp_path / "new" / "deep" / "log.jsonl", "log.jsonl"):
+        assert why_not_writable(path) is None
+    assert not (tmp_path / "new").exists()
+    assert why_not_writable(tmp_path) == "it is a directory"
+    assert "there.jsonl is no directory" in why_not_writable(tmp_path / "there.jsonl" / "deep" / "log.jsonl")
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    assert "may not be written to" in why_not_writable(tmp_path / "log.jsonl")
 
 
 def test_a_broken_log_is_refused(tmp_path):

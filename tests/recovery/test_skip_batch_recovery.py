@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -51,6 +52,36 @@ def test_a_clean_run_is_bit_identical_with_it_on(tmp_path, optimizer, fp8):
         runs.append(fit(tmp_path, callbacks, model=Net(optimizer), plugins=plugins)[0])
     assert same_weights(*runs) and runs[0].losses == runs[1].losses
     assert not rejected(callbacks[0])
+
+
+class FromZero(Net):
+    """With a learning rate that begins at zero, three layers without BatchNorm, and small weights in the last."""
+
+    def __init__(self, optimizer: str, std: float, steps: int) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)
+        )
+        nn.init.normal_(self.net[6].weight, std=std)
+        self.steps = steps
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("std", [1e-8, 1e-6])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_small_initial_weights_are_no_fault(tmp_path, mode, std, steps):
+    """The first steps make them, and layer by layer the gradients behind them, larger by orders of magnitude."""
+    runs = []
+    for callbacks in ([], [recovery()]):
+        model = FromZero(MODES[mode], std, steps)
+        plugins = [FP8Precision()]
+        runs.append(fit(tmp_path, callbacks, model=model, plugins=plugins, max_steps=20)[0])
+    assert same_weights(*runs) and not rejected(callbacks[0])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,6 +247,60 @@ class Lazy(Net):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         self.net[4] = nn.LazyLinear(16)
+
+
+class NaNInWeight(pl.Callback):
+    """Spoils the last layer's weight, whatever it is called by then."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                next(p for name, p in pl_module.named_parameters() if "net.4" in name and p.ndim == 2)[0, 0] = NAN
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_rewind_to_before_weights_were_pruned(tmp_path, mode, fp8):
+    model = Net(MODES[mode])
+    start = {name: value.clone() for name, value in model.named_parameters()}
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if callback.events.counts["rewind"] and not hasattr(self, "seen"):
+                self.seen = {n.replace("_orig", ""): value.clone() for n, value in pl_module.named_parameters()}
+
+    callback, looks = recovery(snapshot_every=50), Looks()
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(model.net[4], "weight")], amount=0.3)
+    plugins = [FP8Precision(layers=LayerSelection())] if fp8 else []
+    callbacks = [NaNInWeight(12), callback, pruning, looks]
+    fit(tmp_path, callbacks, model=model, loader=make_loader(128), plugins=plugins, max_steps=24)
+    events = [(event["event"], event.get("layer")) for event in callback.events.recent]
+    assert events[:2] == [("rejected", "net.4.weight"), ("rewind", None)] and callback.events.counts["rewind"] == 1
+    assert all(torch.equal(looks.seen[name], value) for name, value in start.items())
+    assert math.isfinite(test_loss(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_good_state_that_lacks_new_parameters_is_none(tmp_path, mode, caplog):
+    class NormsWeight(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 5:
+                nn.utils.parametrizations.weight_norm(pl_module.net[4])
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.net[4].parametrizations.parameters())})
+
+    callback = recovery(snapshot_every=50)
+    faults = [FaultInjector([Fault("batch", 8)]), NaNInWeight(20)]
+    model = Net(MODES[mode], schedule=False)
+    fit(tmp_path, [*faults, NormsWeight(), callback], model=model, max_steps=30)
+    dropped, _, _, rewind = callback.events.recent[:4]
+    assert (dropped["event"], rewind["event"]) == ("good_state_dropped", "rewind")
+    assert callback.events.counts["rewind"] == callback.events.counts["good_state_dropped"] == 1
+    assert dropped["layers"] == [f"net.4.parametrizations.weight.original{index}" for index in range(2)]
+    assert dropped["good_step"] == 0 and 8 < rewind["good_step"] < 12, "the next good step gives a state again"
+    assert "no state to go back to" in caplog.text and math.isfinite(test_loss(model))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -455,6 +540,30 @@ def test_a_batch_given_up_before_its_step_leaves_no_trace_on_the_next(tmp_path, 
     assert trainer.callback_metrics["train_loss_epoch"] == its_trainer.callback_metrics["train_loss_epoch"]
 
 
+class StepsWithoutGradients(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_manual_step_without_gradients_is_the_users_own(tmp_path, mode, fp8):
+    runs = []
+    for callbacks in ([], [recovery()]):
+        plugins = [FP8Precision(layers=LayerSelection())] if fp8 else []
+        model = StepsWithoutGradients(MODES[mode], schedule=False)
+        runs.append(fit(tmp_path, callbacks, model=model, plugins=plugins, max_steps=12)[0])
+    assert same_weights(*runs) and not rejected(callbacks[0])
+    assert runs[1].net[1].num_batches_tracked == 12, "what forward moved stays"
+
+
 def test_left_out_batches_leave_no_trace(tmp_path):
     """``skip_batches`` of a run's own log repeats that run bit for bit without the faults."""
     log = tmp_path / "events.jsonl"
@@ -593,6 +702,34 @@ def test_a_fit_without_saves_leaves_no_bad_weights_behind(tmp_path, mode, step):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ending", ["the end", "an exception"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_after_the_fit_the_weights_are_the_users(tmp_path, mode, ending, weights_only):
+    class Raises(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if ending == "an exception" and trainer.global_step == 20:
+                raise ValueError("the user's")
+
+    callback, model = recovery(), Net(MODES[mode])
+    faults = FaultInjector([Fault("batch", 18), Fault("batch", 19)])
+    trainer = make_trainer(tmp_path, [faults, callback, Raises()], max_steps=20)
+    if ending == "the end":
+        trainer.fit(model, make_loader())
+    else:
+        with pytest.raises(ValueError, match="the user's"):
+            trainer.fit(model, make_loader())
+    known = len(callback.events.recent)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    trainer.save_checkpoint(tmp_path / "own.ckpt", weights_only=weights_only)
+    saved = torch.load(tmp_path / "own.ckpt", weights_only=True)["state_dict"]
+    for state in (saved, model.state_dict()):
+        assert all((state[name] == 0.5).all() for name, _ in model.named_parameters())
+    assert len(callback.events.recent) == known
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
     class Noted(Net):
         def on_save_checkpoint(self, checkpoint):
@@ -613,6 +750,31 @@ def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
         assert all(value.isfinite().all() for value in state["state_dict"].values()), path
     assert "before a save" in [e.get("reason") for e in callback.events.recent]
     assert "on_save_checkpoint" not in model.__dict__, "the module is left as it was"
+
+
+@pytest.mark.parametrize("name", ["directory", "file/log"])
+def test_a_log_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=r"director.*choose another path with log="):
+        fit(tmp_path, [recovery(log=tmp_path / name)], model=model)
+    assert not model.losses and "training_step" not in model.__dict__
+
+
+def test_a_log_that_can_no_longer_be_written_is_warned_of_once(tmp_path, caplog):
+    class InTheWay(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                path.rename(tmp_path / "before.jsonl")
+                path.mkdir()
+
+    path = tmp_path / "log.jsonl"
+    callback = recovery(log=path)
+    faults = FaultInjector([Fault("batch", step) for step in (3, 8, 12)])
+    _, trainer = fit(tmp_path, [InTheWay(), faults, callback], max_steps=20)
+    assert trainer.global_step == 20 and len(rejected(callback)) == 3 and callback.events.path is None
+    assert caplog.text.count("cannot be written") == 1 and len(read_events(tmp_path / "before.jsonl")) == 1
 
 
 def test_counters_go_to_the_logger(tmp_path):
@@ -822,6 +984,21 @@ def test_bad_settings_are_refused_at_construction(settings, match):
         SkipBatchRecovery(**settings)
 
 
+class TakesItself(Net):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+def test_a_step_that_takes_its_batch_itself(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"dataloader_iter.*retry=False"):
+        fit(tmp_path, [recovery(retry=True)], model=TakesItself(), max_steps=1)
+    callback = recovery()
+    model, _ = fit(
+        tmp_path, [FaultInjector([Fault("activation", 3, "net.0")]), callback], model=TakesItself(), max_steps=8
+    )
+    assert len(rejected(callback)) == 1 and math.isfinite(test_loss(model))
+
+
 def test_wrong_places_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="inside Trainer"):
         SkipBatchRecovery().reject(torch.zeros(()))
@@ -880,6 +1057,21 @@ def test_the_injector_names_wrong_fields(faults, words):
 def test_a_fault_names_its_own_wrong_fields(fields, words):
     with pytest.raises((ValueError, TypeError), match=words):
         Fault(**fields)
+
+
+def test_another_run_counts_anew(tmp_path):
+    callback = recovery()
+    fit(tmp_path, [FaultInjector([Fault("batch", step) for step in (3, 9)]), callback], max_steps=12)
+    assert callback.events.counts == {"rejected": 2}
+    _, trainer = fit(tmp_path, [FaultInjector([Fault("batch", step) for step in (5, 15)]), callback], max_steps=10)
+    assert callback.events.counts == {"rejected": 1} and [event["step"] for event in callback.events.recent] == [5]
+    trainer.save_checkpoint(tmp_path / "here.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 20
+    trainer.fit(trainer.lightning_module, make_loader())
+    assert callback.events.counts == {"rejected": 2}, "the same run goes on"
+    other = recovery()
+    fit(tmp_path, [FaultInjector([Fault("batch", 15)]), other], ckpt_path=tmp_path / "here.ckpt", max_steps=20)
+    assert other.events.counts == {"rejected": 2}, "a resumed one too"
 
 
 def test_validation_in_between_and_a_second_fit(tmp_path):

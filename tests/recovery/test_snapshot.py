@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -102,6 +103,75 @@ def test_parameters_that_joined_since_come_back_without_what_they_got_since():
     assert set(optimizer.state) == set(model[3].parameters()), "the others' first step is undone"
     assert torch.equal(optimizer.state[model[3].weight]["exp_avg"], moment)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5], "settings stay: they are of other groups"
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "plain-numbers"])
+@pytest.mark.parametrize("way", ["pruned", "parametrized", "permanent"])
+def test_a_parameter_that_was_renamed_since_comes_back(name, way):
+    model, optimizer = make(name)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer, scheduler, 2)
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    weight = model[3].weight
+    before, state = weight.clone(), copy.deepcopy(optimizer.state[weight])
+    if way == "parametrized":
+        nn.utils.parametrize.register_parametrization(model[3], "weight", Doubled())
+    else:
+        nn.utils.prune.l1_unstructured(model[3], "weight", 0.5)
+    if way == "permanent":
+        nn.utils.prune.remove(model[3], "weight")
+    train(model, optimizer, scheduler, 2)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p is weight).fill_(float("nan"))
+    assert snapshots.drop_incomplete() == []
+    snapshots.restore()
+    assert torch.equal(weight, before)
+    for key, value in optimizer.state[weight].items():
+        assert torch.equal(value, state[key]) if torch.is_tensor(value) else value == state[key]
+
+
+def test_states_that_lack_a_parameter_are_dropped():
+    model, optimizer = make("adamw")
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    model[3].weight = nn.Parameter(torch.zeros(2, 8))
+    assert snapshots.drop_incomplete() == [], "another object of the same name and shape"
+    snapshots.restore()
+    assert not (model[3].weight == 0).any()
+    nn.utils.parametrizations.weight_norm(model[3])
+    snapshots.capture()
+    new = [f"3.parametrizations.weight.original{i}" for i in range(2)]
+    assert snapshots.drop_incomplete() == new and snapshots.good is None and snapshots.candidate is not None
+    snapshots.promote()
+    assert snapshots.drop_incomplete() == []
+    model[0].bias = nn.Parameter(torch.zeros(9))
+    assert snapshots.drop_incomplete() == ["0.bias"] and snapshots.empty
+
+
+def test_a_new_parameter_by_the_name_of_one_that_was_renamed_is_another():
+    model, optimizer = make("adamw")
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    weight = model[3].weight
+    before = weight.clone()
+    model.old, model[3].weight = weight, nn.Parameter(torch.ones(2, 8))
+    with torch.no_grad():
+        weight.zero_()
+    assert snapshots._lacking(snapshots.good) == ["3.weight"]
+    snapshots.restore()
+    assert torch.equal(weight, before) and (model[3].weight == 1).all()
 
 
 def test_a_schedule_whose_lists_grew_with_the_groups_goes_on():

@@ -6,9 +6,10 @@ import statistics
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from recovery_models import Net, fit, make_data, make_loader, test_loss
+from recovery_models import Net, fit, make_data, make_loader, make_trainer, same_weights, test_loss
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fp8 import FP8Precision
@@ -138,6 +139,66 @@ def test_an_average_of_epochs_goes_back_too(tmp_path):
     assert all(torch.equal(tensor, good[name]) for name, tensor in averages.live_state().items())
     averages.load_state_dict({name: tensor for name, tensor in good.items() if name != "0.averaged"})
     assert averages.live_state()["0.averaged"] == 0, "it had not begun"
+
+
+@pytest.mark.parametrize("first", ["average", "recovery"])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_a_fit_that_ends_in_doubt_ends_with_its_average(tmp_path, first, kind):
+    recovery = SkipBatchRecovery(snapshot_every=5, log=None)
+    average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    callbacks = [average, recovery] if first == "average" else [recovery, average]
+    faults = FaultInjector([Fault("batch", step) for step in (10, 11)])
+    model = Net(schedule=False)
+    model.net[1] = torch.nn.Identity()  # With BatchNorm, SWA ends otherwise.
+    fit(tmp_path, [faults, *callbacks], model=model, loader=make_loader(64), max_steps=-1, max_epochs=3)
+    assert recovery.events.recent[-1]["reason"] == "at the end of the fit"
+    averages = average._average_model.parameters()
+    assert all(map(torch.equal, model.parameters(), averages))
+
+
+class BadAtTheEnd(FaultInjector):
+    """Besides the faults, NaN in batches of the epoch in which SWA renews the statistics of BatchNorm."""
+
+    def __init__(self, faults, batches) -> None:
+        super().__init__(faults)
+        self.batches = batches
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if trainer.current_epoch == 4 and batch_idx in self.batches:
+            batch[0].fill_(math.nan)
+
+
+def with_swa(tmp_path, optimizer, callbacks, *, fp8, validated):
+    swa = StochasticWeightAveraging(1e-3, swa_epoch_start=2)
+    plugins = [FP8Precision()] if fp8 else []
+    seed_everything(7, verbose=False)
+    model = Net(optimizer, schedule=False)
+    trainer = make_trainer(tmp_path, [*callbacks, swa], plugins=plugins, max_steps=-1, max_epochs=4)
+    trainer.fit(model, make_loader(64), make_loader(32) if validated else None)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("validated", [False, True])
+def test_the_statistics_that_an_average_is_given_at_the_end_stay(tmp_path, optimizer, fp8, validated):
+    """In an epoch of its own, in which Lightning runs no backward."""
+    recovery = SkipBatchRecovery(log=None)
+    runs = [with_swa(tmp_path, optimizer, c, fp8=fp8, validated=validated) for c in ([], [recovery])]
+    assert same_weights(*runs) and not recovery.events.recent
+    assert runs[1].net[1].num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("validated", [False, True])
+def test_bad_batches_of_that_epoch_leave_no_trace(tmp_path, optimizer, validated):
+    recovery = SkipBatchRecovery(log=None)
+    callbacks = [BadAtTheEnd([Fault("batch", step) for step in (14, 15)], [0, 3]), recovery]
+    model = with_swa(tmp_path, optimizer, callbacks, fp8=True, validated=validated)
+    assert [event["event"] for event in recovery.events.recent] == ["rejected", "rejected", "left_out"]
+    assert recovery.events.recent[-1]["reason"].startswith("2 batches") and model.net[1].num_batches_tracked == 2
+    assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 def test_random_faults_are_the_same_for_the_same_seed():

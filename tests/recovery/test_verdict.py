@@ -186,6 +186,8 @@ def test_the_first_operand_is_the_cause(bad, cause):
 def test_an_amax_that_jumps_is_named_and_a_new_one_does_not_jump():
     judge_ = make_judge(2, ("a", "b", "c"), amax_jump=100.0)
     amax, last = amaxes(b_grad_output=1e4)
+    for _ in range(5):
+        assert not judge(judge_, 1.0, [1.0, 1.0], amax=amax, last_amax=last)[0], "the first steps may"
     rejected, finding = judge(judge_, 1.0, [1.0, 1.0], amax=amax, last_amax=last)
     first = finding.culprits[0]
     assert rejected and (first.what, first.where, first.role) == ("amax_jump", "b", "grad_output")
@@ -216,6 +218,20 @@ def test_all_ranks_that_reject_are_named():
     layout.split(message)[3].copy_(torch.tensor([2.0, 1.0, 1.0]))
     finding = layout.findings(message, torch.zeros(2), Thresholds())
     assert [(c.what, c.ranks) for c in finding.culprits] == [("rejected", (1, 2)), ("no_loss", (0,))]
+
+
+def test_a_rank_without_gradients_is_at_fault_only_where_another_has_some():
+    layout = Layout(["p"], ranks=2)
+    for codes, culprits in (((4.0, 0.0), [("no_loss", (0,))]), ((4.0, 4.0), []), ((4.0, 1.0), ["rejected", "no_loss"])):
+        message = torch.zeros(sum(layout.sizes))
+        layout.split(message)[3].copy_(torch.tensor(codes))
+        found = layout.findings(message, torch.zeros(2), Thresholds()).culprits
+        assert [(c.what, c.ranks) if len(culprits) == 1 else c.what for c in found] == culprits
+    judge_ = make_judge()
+    assert not judge(judge_, 1.0, [0.0, 0.0], rejected=4)[0] and judge_.statistics.count == 0
+    assert not judge(judge_, 1.0, [1.0, 1.0])[0] and judge_.statistics.count == 1
+    ill = torch.tensor(True)
+    assert judge(judge_, 1.0, [0.0, 0.0], rejected=4, unhealthy=ill)[1].culprits[0].what == "health"
 
 
 def test_overflow_of_a_scaled_loss_is_told_from_a_fault():
