@@ -18,7 +18,7 @@ def run_directory(trainer: pl.Trainer) -> str:
     return str(trainer.log_dir or trainer.default_root_dir)
 
 
-def check_writable(trainer: pl.Trainer, path: Path, remedy: str) -> None:
+def check_writable(trainer: pl.Trainer, path: str | os.PathLike[str], remedy: str) -> None:
     """Refuse a file that rank 0 cannot write, as far as that can be seen beforehand; every rank must call.
 
     Args:
@@ -29,17 +29,20 @@ def check_writable(trainer: pl.Trainer, path: Path, remedy: str) -> None:
     Raises:
         MisconfigurationException: with the reason and ``remedy``.
     """
-    obstacle = trainer.strategy.broadcast(_obstacle(path) if trainer.is_global_zero else None)
-    if obstacle is not None:
-        raise MisconfigurationException(f"{path} cannot be written: {obstacle}. {remedy}")
+    hindrance = trainer.strategy.broadcast(why_not_writable(path) if trainer.is_global_zero else None)
+    if hindrance is not None:
+        raise MisconfigurationException(f"{path} cannot be written: {hindrance}. {remedy}")
 
 
-def _obstacle(path: Path) -> str | None:
-    if os.path.isdir(path):
+def why_not_writable(path: str | os.PathLike[str]) -> str | None:
+    """What keeps a file from being made or appended to, as far as that can be seen without doing it; None: nothing."""
+    path = Path(path)
+    try:
+        place = next(p for p in (path, *path.absolute().parents) if p.exists())
+    except OSError as error:
+        return str(error)
+    if path.is_dir():
         return "it is a directory"
-    there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
-    if not os.path.isdir(there):
-        return f"{there} is not a directory"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"there is no permission to write to {there}"
-    return None
+    if place != path and not place.is_dir():
+        return f"{place} is no directory"
+    return None if os.access(place, os.W_OK) else f"{place} may not be written to"

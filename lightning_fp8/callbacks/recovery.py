@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._averages import Averages, average_again
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
-from lightning_fp8.callbacks._directory import run_directory
+from lightning_fp8.callbacks._directory import check_writable, run_directory
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
@@ -32,7 +32,7 @@ from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
-from lightning_fp8.recovery.events import EventLog, batches_to_leave_out, why_not_writable
+from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
@@ -195,11 +195,8 @@ class SkipBatchRecovery(Callback):
                 "its iterator itself: take batch and batch_idx instead, or leave retry=False."
             )
         path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
-        hindrance = why_not_writable(path) if path is not None and trainer.is_global_zero else None
-        if hindrance := trainer.strategy.broadcast(hindrance):
-            raise MisconfigurationException(
-                f"The event log {path} cannot be written, for {hindrance}: choose another path with log=, or log=None."
-            )
+        if path is not None:
+            check_writable(trainer, path, "Choose another path for the event log with log=, or log=None.")
         self.events.path = Path(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
         self._releases = [

@@ -70,20 +70,6 @@ class EventLog:
         self.counts = Counter(state)
 
 
-def why_not_writable(path: str | os.PathLike[str]) -> str | None:
-    """What keeps a file from being made or appended to, as far as that can be seen without doing it; None: nothing."""
-    path = Path(path)
-    try:
-        place = next(p for p in (path, *path.absolute().parents) if p.exists())
-    except OSError as error:
-        return str(error)
-    if path.is_dir():
-        return "it is a directory"
-    if place != path and not place.is_dir():
-        return f"{place} is no directory"
-    return None if os.access(place, os.W_OK) else f"{place} may not be written to"
-
-
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The events of a log; a last line that was cut off by a kill is left out.
 

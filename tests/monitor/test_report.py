@@ -142,7 +142,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_training(
         named = "it is a directory"
     elif obstacle == "a file above":
         page.parent.touch()
-        named = f"{page.parent} is not a directory"
+        named = f"{page.parent} is no directory"
     else:
         monkeypatch.setattr("lightning_fp8.callbacks._directory.os.access", lambda path, mode: path != tmp_path)
     model = Net()

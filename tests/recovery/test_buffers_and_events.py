@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fp8.callbacks._directory import why_not_writable
 from lightning_fp8.recovery.buffers import MovedBuffers
-from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches, why_not_writable
+from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
 
 
 class Counting(nn.Module):

@@ -757,7 +757,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path, name):
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     model = Net()
-    with pytest.raises(MisconfigurationException, match=r"director.*choose another path with log="):
+    with pytest.raises(MisconfigurationException, match=r"director.*Choose another path for the event log"):
         fit(tmp_path, [recovery(log=tmp_path / name)], model=model)
     assert not model.losses and "training_step" not in model.__dict__
 
