@@ -260,7 +260,10 @@ class TrainerPrecision:
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Resume the FP8 state; a checkpoint without one starts from the data's own scales."""
+        """Resume the FP8 state; a checkpoint without one starts from the data's own scales.
+
+        An evaluation takes the layers and scales alone: loss scale and random states are a training run's.
+        """
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
@@ -279,6 +282,16 @@ class TrainerPrecision:
         else:
             for conversion, saved in zip(self._conversions, saved_states, strict=True):
                 conversion.load_state_dict(saved)
+        if not self._evaluates():
+            self._resume_training(state, checkpoint)
+
+    def _evaluates(self) -> bool:
+        """Whether the Trainer loads a checkpoint to evaluate it: it calls the same hook then."""
+        trainer = getattr(self._module, "_trainer", None)
+        return trainer is not None and trainer.state.fn != "fit"
+
+    def _resume_training(self, state: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Go on with the loss scale and the random states of ``state``, the FP8 state of ``checkpoint``."""
         if self.settings.loss_scaler is not None:
             self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
         rng = own_part(state["rng"])

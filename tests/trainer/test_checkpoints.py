@@ -319,6 +319,29 @@ def test_weights_arrive_whichever_way(saved: Path, tmp_path: Path) -> None:
             assert torch.equal(value, weights[key].to(value.dtype)), key
 
 
+@pytest.mark.parametrize("evaluation", ["validate", "test", "predict"])
+def test_evaluating_a_checkpoint_leaves_the_random_numbers_alone(evaluation: str, saved: Path) -> None:
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        getattr(make_trainer(), evaluation)(Net(), loader(), ckpt_path=saved)
+        drawn.append(torch.rand(()))
+    assert drawn[0] != drawn[1]
+
+
+def test_evaluating_a_checkpoint_resumes_no_training(saved: Path) -> None:
+    """Whoever evaluates need not hear that the ranks are others, and the loss scale stays what it was."""
+    checkpoint = torch.load(saved, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["rng"] *= 2
+    checkpoint[CHECKPOINT_KEY]["loss_scaler"] = {"scale": 8.0}
+    torch.save(checkpoint, saved)
+    precision = plugin(loss_scale="dynamic")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*random states")
+        make_trainer(precision).validate(Net(), loader(), ckpt_path=saved, verbose=False)
+    assert precision.settings.loss_scaler is not None and precision.settings.loss_scaler.state_dict() == {}
+
+
 # --- a checkpoint of other settings ----------------------------------------------------------------------------------
 
 
