@@ -273,6 +273,9 @@ class TrainerPrecision:
             self._refuse_other_layers_once_sharded(saved_states)
             use_saved_layers(self._module, saved_states)
             self._conversions = conversions(self._module)
+        evaluates = self._evaluates()
+        if self.settings.loss_scaler is not None and not evaluates:
+            self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
         if len(saved_states) != len(self._conversions):
             warnings.warn(
                 f"The checkpoint holds the FP8 state of {len(saved_states)} converted modules, this model has "
@@ -280,20 +283,19 @@ class TrainerPrecision:
                 stacklevel=2,
             )
         else:
+            saved_states = self.settings.under_own_loss_scale(saved_states, state)
             for conversion, saved in zip(self._conversions, saved_states, strict=True):
                 conversion.load_state_dict(saved)
-        if not self._evaluates():
-            self._resume_training(state, checkpoint)
+        if not evaluates:
+            self._resume_random_numbers(state, checkpoint)
 
     def _evaluates(self) -> bool:
         """Whether the Trainer loads a checkpoint to evaluate it: it calls the same hook then."""
         trainer = getattr(self._module, "_trainer", None)
         return trainer is not None and trainer.state.fn != "fit"
 
-    def _resume_training(self, state: dict[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Go on with the loss scale and the random states of ``state``, the FP8 state of ``checkpoint``."""
-        if self.settings.loss_scaler is not None:
-            self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
+    def _resume_random_numbers(self, state: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Go on with the random states of ``state``, the FP8 state of ``checkpoint``."""
         rng = own_part(state["rng"])
         if rng is None:
             warnings.warn(

@@ -382,6 +382,42 @@ def test_a_layer_that_leaves_is_no_problem(saved: Path) -> None:
     assert fp8_state(trainer)["runtime"]["position"][:, 0].tolist() == [5 % 3]
 
 
+@pytest.mark.parametrize("before", [None, 2.0**16, "dynamic"])
+@pytest.mark.parametrize("after", [None, 2.0**10, "dynamic"])
+def test_another_loss_scale_changes_no_gradient(before: Any, after: Any, tmp_path: Path) -> None:
+    """Scales and amaxes of gradients follow the factor: with powers of two everything is as with the same factor."""
+    fit(Net(), plugin(loss_scale=before), max_steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    runs = []
+    for loss_scale in (before, after):
+        model = Net()
+        precision = plugin(loss_scale=loss_scale)
+        trainer = fit_from(model, precision, tmp_path / "a.ckpt")
+        state = precision.settings.state_dict(precision.conversions)
+        runs.append([model.losses, dict(model.state_dict()), trainer.optimizers[0].state_dict()])
+        history = state["conversions"][0]["runtime"]["history"]
+        runs[-1].append(torch.cat([history[:, :2], history[:, 2:] / state["loss_factor"]], 1))
+    assert_same(*runs)
+
+
+def test_a_constant_does_not_hand_on_the_dynamic_factor_it_went_on_from(tmp_path: Path) -> None:
+    fit(Net(), plugin(loss_scale="dynamic"), max_steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    fit_from(Net(), plugin(loss_scale=8.0), tmp_path / "a.ckpt").save_checkpoint(tmp_path / "b.ckpt")
+    state = torch.load(tmp_path / "b.ckpt", weights_only=True)[CHECKPOINT_KEY]
+    assert (state["loss_scaler"], state["loss_factor"]) == ({}, 8.0)
+
+
+def test_a_checkpoint_that_names_no_factor_goes_on_as_it_is(saved: Path) -> None:
+    checkpoint = torch.load(saved, weights_only=True)
+    del checkpoint[CHECKPOINT_KEY]["loss_factor"]
+    torch.save(checkpoint, saved)
+    settings = plugin(loss_scale=8.0).settings
+    states = settings.saved_conversions(checkpoint[CHECKPOINT_KEY])
+    assert settings.under_own_loss_scale(states, checkpoint[CHECKPOINT_KEY]) is states
+    checkpoint[CHECKPOINT_KEY]["loss_scaler"] = {"scale": 16.0}
+    (state,) = settings.under_own_loss_scale(states, checkpoint[CHECKPOINT_KEY])
+    assert torch.equal(state["runtime"]["history"][:, 2], states[0]["runtime"]["history"][:, 2] / 2)
+
+
 def test_a_loss_scale_that_the_checkpoint_lacks_starts_anew(saved: Path) -> None:
     model = Net()
     fit_from(model, FP8Precision(DelayedScaling(amax_history_len=3), loss_scale="dynamic"), saved)
