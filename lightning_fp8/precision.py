@@ -118,10 +118,13 @@ class TrainerPrecision:
         """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
 
         Raises:
-            RuntimeError: no model was converted yet.
+            RuntimeError: no model was converted yet in this process.
         """
         if not self._conversions:
-            raise RuntimeError("No model was converted yet: summary() is known once trainer.fit has begun.")
+            raise RuntimeError(
+                "No model was converted yet in this process: summary() is known once trainer.fit has begun, under "
+                "strategies that spawn or fork in their processes only."
+            )
         return "\n\n".join(conversion.summary() for conversion in self._conversions)
 
     @property
