@@ -103,6 +103,7 @@ class LossScaler:
         """What the next loss is multiplied by; a dynamic one is read from the device."""
         if self.loss_scale != "dynamic":
             return self.loss_scale
+        self._update()
         if self._loaded and self._scaler is None:
             return float(self._loaded["scale"])
         return float((self._scaler or torch.amp.GradScaler("cpu")).get_scale())
