@@ -13,6 +13,7 @@ from lightning_fp8.callbacks import (
     FP8HealthMonitor,
     FP8Report,
     FP8Throughput,
+    RecoveryExhausted,
     SkipBatchException,
     SkipBatchRecovery,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "FaultInjector",
     "LayerSelection",
     "MXFP8Scaling",
+    "RecoveryExhausted",
     "RowwiseScaling",
     "SkipBatchException",
     "SkipBatchRecovery",

@@ -61,7 +61,7 @@ def cast_sums(
     Returns:
         The sums, and the decode scales.
     """
-    matrix = x.detach().reshape(-1, x.shape[-1])
+    matrix = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     rows = matrix.shape[0]
     codes, decode, _, _ = kernels.cast(matrix, cast, None, slot, slot is not None)
     codes = codes[:rows]

@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fp8.cli_errors import OneLineParser
+from lightning_fp8.precision import TrainerPrecision
 
 USER_ERRORS = (ValueError, TypeError, ImportError, FileNotFoundError, MisconfigurationException)
 """What a class may raise on a wrong argument; the exceptions of training itself keep their traceback."""
@@ -74,9 +75,13 @@ class FP8CLI(LightningCLI):
 
     @rank_zero_only
     def _print_summary(self) -> None:
-        summary = getattr(self.trainer.precision_plugin, "summary", None)
-        if callable(summary):
-            print(summary())
+        plugin = self.trainer.precision_plugin
+        if not isinstance(plugin, TrainerPrecision):
+            return
+        if plugin.conversions:
+            print(plugin.summary())
+        else:
+            print("FP8: the model was converted in processes of their own; with strategy=ddp their summary comes here.")
 
 
 def main(args: Sequence[str] | None = None) -> int:

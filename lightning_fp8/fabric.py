@@ -159,11 +159,12 @@ class FP8Precision(LightningPrecision):
                 f"The state is of {len(saved)} converted modules, {here} are set up: call "
                 "fabric.setup(model) before loading the precision's state."
             )
+        if self.settings.loss_scaler is not None:
+            self.settings.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        saved = self.settings.under_own_loss_scale(saved, state_dict)
         for module, parts in self._modules.items():
             states, saved = saved[: len(parts)], saved[len(parts) :]
             use_saved_layers(module, states)
             self._modules[module] = conversions(module)
             for conversion, state in zip(self._modules[module], states, strict=True):
                 conversion.load_state_dict(state)
-        if self.settings.loss_scaler is not None:
-            self.settings.loss_scaler.load_state_dict(state_dict["loss_scaler"])

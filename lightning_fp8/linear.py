@@ -192,7 +192,7 @@ class Float8Linear(nn.Linear):
         """
         raise RuntimeError(
             f"torch.jit.script cannot compile the FP8 layer {self.fp8.name!r}: call lightning_fp8.revert_model(model) "
-            "first, or use torch.export, which takes FP8 layers."
+            "first, or use torch.export, which takes FP8 layers (those of a mixed-precision run under autocast)."
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:

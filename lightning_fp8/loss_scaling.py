@@ -98,6 +98,16 @@ class LossScaler:
         """Training begins: gradients of an interrupted run are none of its own."""
         self._unscaled.clear()
 
+    @property
+    def factor(self) -> float:
+        """What the next loss is multiplied by; a dynamic one is read from the device."""
+        if self.loss_scale != "dynamic":
+            return self.loss_scale
+        self._update()
+        if self._loaded and self._scaler is None:
+            return float(self._loaded["scale"])
+        return float((self._scaler or torch.amp.GradScaler("cpu")).get_scale())
+
     def state_dict(self) -> dict[str, Any]:
         """The dynamic factor's state; empty for a constant."""
         self._update()
@@ -106,7 +116,9 @@ class LossScaler:
         return self._loaded or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` gave; a constant stays what it is."""
+        if self.loss_scale != "dynamic":
+            return
         self._loaded = state or None
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)

@@ -28,6 +28,7 @@ class _CastMetric(Metric):
 
     Raises:
         ValueError: an unknown format or granularity.
+        TypeError: ``cast`` is neither.
     """
 
     full_state_update = False
@@ -42,6 +43,8 @@ class _CastMetric(Metric):
         parsed = Cast.parse(cast) if isinstance(cast, str) else cast
         if parsed is None:
             raise ValueError("Give a cast, such as 'e4m3/tensorwise'.")
+        if not isinstance(parsed, Cast):
+            raise TypeError(f"A cast is a Cast or its words, such as 'e4m3/tensorwise', got {cast!r}.")
         self.cast = parsed
         for name in CastSums._fields:
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")

@@ -17,7 +17,7 @@ from lightning_fp8.backends import Backend, Choice, Runtime, resolve_backend
 from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.recipes import Recipe, get_recipe
-from lightning_fp8.selection import LayerSelection, linear_layers
+from lightning_fp8.selection import LayerSelection, Looks, linear_layers
 from lightning_fp8.statistics import on_cpu
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
@@ -44,6 +44,7 @@ class Conversion:
         saved: the layers of the checkpoint, where the choice is a checkpoint's.
         runtime: the converted layers.
         autocast_only: whether layers run in FP8 under autocast only.
+        looks: how each linear layer looked when it was decided on, converted or not.
         step_pending: an optimizer step has completed since the scales last moved.
     """
 
@@ -57,6 +58,7 @@ class Conversion:
         chosen: Chosen,
         runtime: Runtime,
         autocast_only: bool,
+        looks: dict[str, Looks],
     ) -> None:
         self.recipe = recipe
         self.backend, self.backend_reason, self.support = choice
@@ -66,6 +68,7 @@ class Conversion:
         self.decisions, self.origin, self.saved = chosen
         self.runtime = runtime
         self.autocast_only = autocast_only
+        self.looks = looks
         self.step_pending = False
 
     @property
@@ -93,10 +96,15 @@ class Conversion:
         return self.layers != "auto" or set(chosen) in (set(self.converted), self.saved)
 
     def describes(self, model: nn.Module) -> bool:
-        """Whether ``model`` still has the layers that were decided on: none came, went or was replaced."""
+        """Whether ``model`` still has the layers that were decided on.
+
+        None came, went, was replaced, got a weight of other sizes or is eligible for another reason than before.
+        """
         layers = linear_layers(model)
-        return list(layers) == [d.name for d in self.decisions] and all(
-            "fp8" in vars(layers[n]) for n in self.converted
+        return (
+            list(layers) == list(self.looks)
+            and all("fp8" in vars(layers[name]) for name in self.converted)
+            and all(self.looks[name].still(Looks.of(layer, self.recipe)) for name, layer in layers.items())
         )
 
     def optimizer_stepped(self) -> None:
@@ -227,7 +235,8 @@ def convert_model(
             reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
             warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
         runtime = choice.backend.convert(model, names, recipe, autocast_only)
-        conversion = Conversion(recipe, choice, layers, tokens, where, verdict, runtime, autocast_only)
+        looks = {name: Looks.of(layer, recipe) for name, layer in linear_layers(model).items()}
+        conversion = Conversion(recipe, choice, layers, tokens, where, verdict, runtime, autocast_only, looks)
         setattr(model, _ATTRIBUTE, conversion)
     return model
 

@@ -118,10 +118,13 @@ class TrainerPrecision:
         """Layer by layer: what runs in FP8, with which recipe and kernel, and why not.
 
         Raises:
-            RuntimeError: no model was converted yet.
+            RuntimeError: no model was converted yet in this process.
         """
         if not self._conversions:
-            raise RuntimeError("No model was converted yet: summary() is known once trainer.fit has begun.")
+            raise RuntimeError(
+                "No model was converted yet in this process: summary() is known once trainer.fit has begun, under "
+                "strategies that spawn or fork in their processes only."
+            )
         return "\n\n".join(conversion.summary() for conversion in self._conversions)
 
     @property
@@ -260,7 +263,10 @@ class TrainerPrecision:
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Resume the FP8 state; a checkpoint without one starts from the data's own scales."""
+        """Resume the FP8 state; a checkpoint without one starts from the data's own scales.
+
+        An evaluation takes the layers and scales alone: loss scale and random states are a training run's.
+        """
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             log.info("The checkpoint holds no FP8 state: scales start from the data.")
@@ -270,6 +276,9 @@ class TrainerPrecision:
             self._refuse_other_layers_once_sharded(saved_states)
             use_saved_layers(self._module, saved_states)
             self._conversions = conversions(self._module)
+        evaluates = self._evaluates()
+        if self.settings.loss_scaler is not None and not evaluates:
+            self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
         if len(saved_states) != len(self._conversions):
             warnings.warn(
                 f"The checkpoint holds the FP8 state of {len(saved_states)} converted modules, this model has "
@@ -277,10 +286,19 @@ class TrainerPrecision:
                 stacklevel=2,
             )
         else:
+            saved_states = self.settings.under_own_loss_scale(saved_states, state)
             for conversion, saved in zip(self._conversions, saved_states, strict=True):
                 conversion.load_state_dict(saved)
-        if self.settings.loss_scaler is not None:
-            self.settings.loss_scaler.load_state_dict(state["loss_scaler"])
+        if not evaluates:
+            self._resume_random_numbers(state, checkpoint)
+
+    def _evaluates(self) -> bool:
+        """Whether the Trainer loads a checkpoint to evaluate it: it calls the same hook then."""
+        trainer = getattr(self._module, "_trainer", None)
+        return trainer is not None and trainer.state.fn != "fit"
+
+    def _resume_random_numbers(self, state: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Go on with the random states of ``state``, the FP8 state of ``checkpoint``."""
         rng = own_part(state["rng"])
         if rng is None:
             warnings.warn(

@@ -336,6 +336,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         recipe = {"name": by_class.get(class_name, class_name), **(recipe.get("init_args") or {})}
     settings = dict(recipe)
     if "name" not in settings:
+        _check_values(settings)
         raise ValueError(f"A recipe's mapping needs a 'name', got {settings}: choose one of {', '.join(RECIPE_NAMES)}.")
     name = settings.pop("name")
     check_text(name=name)
@@ -349,6 +350,16 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
         choices = ", ".join(known)
         raise ValueError(f"Recipe {name!r} has no setting {', '.join(unknown)}: choose among {choices}.")
     return _CLASSES[name](**settings)
+
+
+def _check_values(settings: Mapping[str, Any]) -> None:
+    """Raise what is wrong with settings of an unnamed recipe.
+
+    jsonargparse (seen with 4.53) drops the name of a class whose settings it could not match, and leaves the settings.
+    """
+    for cls in _CLASSES.values():
+        if settings.keys() <= inspect.signature(cls.__init__).parameters.keys():
+            cls(**settings)
 
 
 def _uniform_casts(

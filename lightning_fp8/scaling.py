@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.formats import MAX_SCALE, compute_scale, round_down_to_power_of_two
+from lightning_fp8.formats import MAX_SCALE, MIN_SCALE, compute_scale, round_down_to_power_of_two
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, StaticScaling, get_recipe
@@ -143,6 +143,31 @@ class ScalingState:
         return missing
 
 
+def with_gradients_times(factor: float, state: dict[str, Any]) -> dict[str, Any]:
+    """What :meth:`ScalingState.state_dict` would have given with gradients ``factor`` times as large.
+
+    Exact for powers of two. Constant scales stay what they are, and none leaves the recipe's bounds.
+
+    Args:
+        factor: positive.
+        state: is left as it is.
+    """
+    recipe, gradient = get_recipe(state["recipe"]), ROLES.index("grad_output")
+    data = state["table"]["data"].clone()
+    changed = state | {"table": state["table"] | {"data": data}}
+    for column in (AMAX, LAST_AMAX):
+        data[:, gradient, column] = _times(factor, data[:, gradient, column])
+    if isinstance(recipe, DelayedScaling):
+        changed["history"] = state["history"].clone()
+        changed["history"][:, gradient] = _times(factor, state["history"][:, gradient])
+        for column in (SCALE, SCALE_TRANSPOSED):
+            old = data[:, gradient, column]
+            new = (old / factor).clamp(MIN_SCALE, recipe.max_scale or MAX_SCALE)
+            new = round_down_to_power_of_two(new) if recipe.power_of_two else new
+            data[:, gradient, column] = torch.where(old > 0, new, old)
+    return changed
+
+
 def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Every rank gets the largest amax of all, in place. Without an initialised process group nothing happens.
 
@@ -192,6 +217,12 @@ def update_scales(
         if recipe.power_of_two:
             new = round_down_to_power_of_two(new)
         old.copy_(torch.where(movable, new, old))
+
+
+def _times(factor: float, amax: Tensor) -> Tensor:
+    """Amaxes of values that are ``factor`` times as large: finite ones stay so, and not seen stays not seen."""
+    product = (amax * factor).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(amax.isfinite() & (amax > 0), product, amax)
 
 
 def _format_maxima(recipe: Recipe, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -218,6 +219,36 @@ def why_not_weight(weight: Tensor, recipe: Recipe) -> str | None:
         out_features, in_features = weight.shape
         return f"its sizes {in_features} -> {out_features} are not multiples of {multiple}"
     return None
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a decision on a layer rests on, apart from the selection.
+
+    Attributes:
+        sizes: of the weight; ``None`` where the layer does not show it: lazy, parametrized, sharded.
+        against: why the layer cannot run in FP8; of a converted one, why it cannot go on.
+    """
+
+    sizes: tuple[int, ...] | None
+    against: str | None
+
+    @staticmethod
+    def of(layer: nn.Linear, recipe: Recipe) -> Looks:
+        """How ``layer`` looks now."""
+        weight = layer._parameters.get("weight")
+        if isinstance(weight, DTensor) or (weight is not None and not is_lazy(weight) and weight.dim() != 2):
+            return Looks(None, None)
+        shown = weight is not None and not is_lazy(weight)
+        if "fp8" not in vars(layer):
+            against = why_not_eligible(layer, recipe)
+        else:
+            against = why_not_weight(layer.weight, recipe) if shown else None
+        return Looks(tuple(layer.weight.shape) if shown else None, against)
+
+    def still(self, now: Looks) -> bool:
+        """Whether nothing has changed, as far as ``now`` shows it; a lazy weight that fits is what was hoped for."""
+        return now.sizes is None or (now.against == self.against and self.sizes in (None, now.sizes))
 
 
 def find_head(model: nn.Module, layers: dict[str, nn.Linear]) -> str | None:

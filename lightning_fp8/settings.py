@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,7 +23,10 @@ from lightning_fp8.model import (
 from lightning_fp8.policy import Precision, PrecisionPolicy
 from lightning_fp8.ranks import gather_from_ranks, own_part
 from lightning_fp8.recipes import Recipe, get_recipe
+from lightning_fp8.scaling import with_gradients_times
 from lightning_fp8.selection import LayerSelection
+
+log = logging.getLogger(__name__)
 
 #: Key of the FP8 state in a checkpoint of the Trainer's. A plugin's own state is filed under its class name, which
 #: subclasses lose.
@@ -110,6 +114,7 @@ class FP8Settings:
         state: dict[str, Any] = {
             "conversions": states,
             "loss_scaler": self.loss_scaler.state_dict() if self.loss_scaler else {},
+            "loss_factor": self.loss_factor,
         }
         if not alone and any(conversion.runtime.scaling.differs_by_rank for conversion in parts):
             state["conversions_of_ranks"] = gather_from_ranks(states)
@@ -120,6 +125,34 @@ class FP8Settings:
         """This rank's states of the conversions, of what :meth:`state_dict` gave."""
         saved: list[dict[str, Any]] = own_part(state.get("conversions_of_ranks", [])) or state["conversions"]
         return saved
+
+    @property
+    def loss_factor(self) -> float:
+        """What losses, and with them the gradients that FP8 layers see, are multiplied by now."""
+        return self.loss_scaler.factor if self.loss_scaler is not None else 1.0
+
+    def under_own_loss_scale(self, saved: list[dict[str, Any]], state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """States of conversions in the units of this run's gradients, where the loss was scaled otherwise.
+
+        To be called after the loss scale is resumed.
+
+        Args:
+            saved: as :meth:`saved_conversions` gave them.
+            state: what :meth:`state_dict` gave. Earlier builds kept no factor but a dynamic one; a constant is taken to
+                be this run's.
+        """
+        mine = self.loss_factor
+        theirs = float(state.get("loss_factor", state["loss_scaler"].get("scale", mine)))
+        if mine == theirs or not theirs:
+            return saved
+        log.info(
+            "The loss was scaled by %g where the FP8 state was saved, and is by %g here: what is known of gradients "
+            "follows.",
+            theirs,
+            mine,
+        )
+        factor = mine / theirs
+        return [each | {"runtime": with_gradients_times(factor, each["runtime"])} for each in saved]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
 from examples.gpt.data import TextData
@@ -63,6 +64,14 @@ def test_fit_trains_and_says_what_ran_in_fp8(config: str, capsys: pytest.Capture
     assert main(["fit", "--config", config]) == 0
     printed = capsys.readouterr().out
     assert "4 of 5 linear layers" in printed and "blocks.0.qkv" in printed
+
+
+def test_a_fit_in_processes_of_its_own_says_where_the_model_was(capsys: pytest.CaptureFixture[str]):
+    """What is left in the process that asked: a plugin that has converted nothing."""
+    cli = FP8CLI.__new__(FP8CLI)
+    cli.trainer = Trainer(plugins=[FP8Precision()], accelerator="cpu", logger=False, enable_checkpointing=False)
+    cli.after_fit()
+    assert "converted in processes of their own" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,6 +154,13 @@ MISTAKES = {
     "--nonsense=1": "unrecognized arguments: --nonsense=1",
     "--config=nothing.yaml": "nothing.yaml",
 }
+
+
+def test_a_wrong_value_for_a_recipe_given_by_class_is_named(config: str, capsys: pytest.CaptureFixture[str]):
+    recipe = ["--trainer.plugins.recipe=lightning_fp8.DelayedScaling", "--trainer.plugins.recipe.amax_history_len=x"]
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config, *recipe])
+    assert "amax_history_len must be a whole number (int), got 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argument", MISTAKES)

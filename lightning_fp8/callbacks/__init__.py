@@ -7,7 +7,7 @@ from lightning_fp8.callbacks.communication import FP8Communication
 from lightning_fp8.callbacks.ema import EMAOfAcceptedSteps
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.health_monitor import FP8HealthError, FP8HealthMonitor
-from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
+from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
 from lightning_fp8.callbacks.report import FP8Report
 from lightning_fp8.callbacks.throughput import FP8Throughput
 
@@ -21,6 +21,7 @@ __all__ = [
     "FP8Throughput",
     "Fault",
     "FaultInjector",
+    "RecoveryExhausted",
     "SkipBatchException",
     "SkipBatchRecovery",
 ]

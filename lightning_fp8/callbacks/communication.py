@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_fp8.callbacks._loss_factor import loss_factor
 from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
@@ -177,6 +178,10 @@ class FP8Communication(Callback):
                 self._keys.place = saved["seed"]
             return
         if saved is not None:
+            factor = loss_factor(trainer)
+            if saved.get("loss_factor", factor) != factor:
+                # What was lost of gradients of another size is not to be added to these.
+                saved = {**saved, "residuals": {}}
             self._gradients.load_state_dict(saved, pl_module.named_parameters())
         if self.error_feedback:
             for optimizer in trainer.optimizers:
@@ -204,7 +209,8 @@ class FP8Communication(Callback):
             return {"seed": self._keys.place} if self.codec.stochastic else {}
         if self.error_feedback and not self._module.trainer.interrupted:
             self._gradients.average_residuals()
-        return self._gradients.state_dict(self._module.named_parameters())
+        state = self._gradients.state_dict(self._module.named_parameters())
+        return {**state, "loss_factor": loss_factor(self._module.trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict or None

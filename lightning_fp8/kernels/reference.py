@@ -138,6 +138,8 @@ def dequantize_operand(codes: Tensor, decode_scale: Tensor) -> Tensor:
         codes: ``[rows, columns]`` FP8.
         decode_scale: fp32, in the shape that :func:`decode_scale_shape` gives.
     """
+    if not codes.numel():
+        return code_values(codes)
     rows, columns = codes.shape
     height, width = rows // decode_scale.shape[0], columns // decode_scale.shape[1]
     spread = decode_scale.repeat_interleave(height, 0) if height > 1 and decode_scale.shape[0] > 1 else decode_scale

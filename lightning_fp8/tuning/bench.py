@@ -184,6 +184,8 @@ def build_step(
         backend, _, recipe = name.removesuffix("-auto").rpartition(":")
         layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
         convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
+        if layers != "auto":
+            _check_converted(conversions(model)[0])
         context = conversions(model)[0].runtime.forward_context
     inputs, targets = random_tokens(shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -196,6 +198,17 @@ def build_step(
             return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     return lambda: run_step(compute_loss, optimizer, active)
+
+
+def _check_converted(conversion: Conversion) -> None:
+    """Refuse to measure bf16 under the name of a recipe.
+
+    Raises:
+        ValueError: no layer runs in FP8.
+    """
+    if not conversion.converted:
+        reasons = dict.fromkeys(decision.reason for decision in conversion.decisions)
+        raise ValueError(f"no layer of this shape runs in FP8: {'; '.join(reasons)}.")
 
 
 def run_step(

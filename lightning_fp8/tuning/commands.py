@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ def bench(args: Sequence[str] | None = None) -> int:
     for path in (parsed.json, parsed.picture):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"There is no folder {path.absolute().parent}.")
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder: name a file in it.")
     variants, left_out = _variants(parsed.backends or BACKENDS, recipes, torch.device("cuda" if cuda else "cpu"))
     endings = {"yes": [""], "no": ["-eager"], "both": ["", "-eager"]}[parsed.compile]
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
@@ -145,6 +148,8 @@ def advise(args: Sequence[str] | None = None) -> int:
     parsed, rest = parser.parse_known_args(args)
     if parsed.tokens < 1:
         parser.error("--tokens must be at least 1.")
+    if parsed.step_ms is not None and not 0 < parsed.step_ms < math.inf:
+        parser.error(f"--step-ms must be a positive number of milliseconds, got {parsed.step_ms:g}.")
     try:
         recipe = get_recipe(parsed.recipe)
         gpu, source = _times(parsed.gpu, parsed.table, recipe)

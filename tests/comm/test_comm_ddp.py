@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ddp_checks import CHECKS
 from rank_checks import run_checks
+from torch import nn
+
+from lightning_fp8 import FP8Communication, FP8Precision
+from lightning_fp8.comm.ddp import FP8GradientState
 
 
 @functools.cache
@@ -28,3 +34,22 @@ def test_ddp_hook_over_nccl(world_size: int, check) -> None:
         pytest.skip(f"needs {world_size} GPUs")
     failures = run_once(world_size, "nccl")[check.__name__]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0, "dynamic"])
+def test_error_feedback_is_dropped_under_another_loss_scale(loss_scale: Any) -> None:
+    """It is in the units of the scaled gradients."""
+    model = nn.Linear(4, 4)
+    kept = {}
+    for saved in (1.0, 8.0, 65536.0):
+        communication = FP8Communication(error_feedback=True)
+        state = communication._gradients = FP8GradientState(error_feedback=True)
+        residuals = {"weight": torch.ones(16)}
+        communication.load_state_dict(
+            {"residuals": residuals, "seed": state.collectives.keys.place, "loss_factor": saved}
+        )
+        trainer: Any = SimpleNamespace(precision_plugin=FP8Precision(loss_scale=loss_scale), optimizers=[])
+        communication.on_train_start(trainer, model)  # type: ignore[arg-type]
+        kept[saved] = bool(state._residuals)
+    factor = {None: 1.0, "dynamic": 65536.0}.get(loss_scale, loss_scale)
+    assert kept == {saved: saved == factor for saved in kept}

@@ -201,6 +201,21 @@ def test_conversion_after_compile_is_seen() -> None:
     assert torch.equal(model(x), before)
 
 
+def test_export_of_layers_that_run_in_fp8_under_autocast() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    lightning_fp8.convert_model(model, layers=lightning_fp8.LayerSelection(head=True), autocast_only=True).eval()
+    x = torch.randn(8, 16)
+
+    def has_fp8(program: torch.export.ExportedProgram) -> bool:
+        return any("lightning_fp8" in f"{node.target} {node.args}" for node in program.graph.nodes)
+
+    with torch.no_grad():
+        assert not has_fp8(torch.export.export(model, (x,)))
+        with torch.autocast("cpu", torch.bfloat16):
+            program = torch.export.export(model, (x,))
+            assert has_fp8(program) and torch.equal(program.module()(x), model(x))
+
+
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_export(name: str) -> None:
     model = make(name).eval()

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, LayerSelection, RowwiseScaling, convert_model, revert_model
@@ -109,6 +111,51 @@ def test_layers_that_came_later_are_converted() -> None:
     convert_model(model)
     assert [type(m) for m in model] == [Float8Linear, nn.GELU, Float8Linear, nn.Linear, nn.Linear]
     assert the(model).converted == ["0", "2"]
+
+
+def resize(layer: nn.Linear, in_features: int, out_features: int) -> None:
+    layer.weight = nn.Parameter(torch.randn(out_features, in_features) / in_features**0.5)
+    layer.bias = nn.Parameter(torch.zeros(out_features))
+
+
+@pytest.mark.parametrize("width", [33, 48])
+def test_weights_of_other_sizes_are_decided_on_anew(width: int) -> None:
+    model = convert_model(mlp())
+    train(model)
+    resize(model[0], 64, width)
+    resize(model[2], width, 64)
+    convert_model(model)
+    assert the(model).converted == (["0", "2"] if width == 48 else [])
+    assert f"sizes 64 -> {width} are not multiples of 16" in the(model).summary() or width == 48
+    assert train(model).isfinite().all()
+    resize(model[0], 64, 128)
+    resize(model[2], 128, 64)
+    convert_model(model)
+    assert the(model).converted == ["0", "2"]
+
+
+def test_a_weight_that_is_no_longer_parametrized_is_decided_on_anew() -> None:
+    model = mlp()
+    weight_norm(model[2])
+    convert_model(model)
+    assert the(model).converted == ["0"]
+    conversion = the(model)
+    assert the(convert_model(model)) is conversion
+    remove_parametrizations(model[2], "weight")
+    assert the(convert_model(model)).converted == ["0", "2"]
+
+
+def test_what_changes_no_decision_keeps_the_scales() -> None:
+    """Other weights of the same sizes, a lazy layer that now has its sizes, a parametrization that came later."""
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.Linear(64, 64), nn.LazyLinear(16))
+    convert_model(model)
+    conversion = the(model)
+    train(model)
+    model[2].weight = nn.Parameter(torch.randn(64, 64))
+    weight_norm(model[0])
+    assert the(convert_model(model)) is conversion
+    remove_parametrizations(model[0], "weight")
+    assert the(convert_model(model)) is conversion
 
 
 def test_part_of_a_converted_model_is_left_as_it_is() -> None:

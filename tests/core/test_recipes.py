@@ -64,6 +64,13 @@ def test_every_name_gives_a_recipe(name: str) -> None:
     assert type(recipe).__name__ in lightning_fp8.__all__
 
 
+def test_a_mapping_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="mapping needs a 'name'"):
+        get_recipe({"amax_history_len": 3})
+    with pytest.raises(TypeError, match=r"amax_history_len.*'x'"):
+        get_recipe({"amax_history_len": "x"})
+
+
 def test_the_names_are_the_promised_ones() -> None:
     promised = {"delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "static"}
     assert promised == set(RECIPE_NAMES)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fp8.recipes import DelayedScaling, Recipe, StaticScaling, TensorwiseScaling
-from lightning_fp8.scaling import ScalingState, reduce_amax
+from lightning_fp8.scaling import ScalingState, reduce_amax, with_gradients_times
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
 
 NAMES = ["a", "b"]
@@ -274,6 +274,36 @@ def test_table_names_no_layers() -> None:
     state.step()
     state.discard()
     assert state.load_state_dict(state.state_dict()) == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"smoothing": 0.5}, {"power_of_two": True}])
+def test_a_state_follows_gradients_of_another_size(settings: dict[str, Any]) -> None:
+    """As if they had always been of that size; of the rest nothing changes, and the state given stays as it is."""
+    small, large = make(amax_history_len=3, **settings), make(amax_history_len=3, **settings)
+    for state, factor in ((small, 1.0), (large, 2.0**16)):
+        for amax in (3.0, 0.7):
+            run(state, amax)
+            run(state, amax * factor, role=2)
+        state.table.data[0, 2, AMAX] = 5.0 * factor  # Of the window that is open.
+    before = small.state_dict()
+    for target, factor, source in ((large, 2.0**16, small), (small, 2.0**-16, large)):
+        changed, expected = with_gradients_times(factor, source.state_dict()), target.state_dict()
+        assert torch.equal(changed["table"]["data"], expected["table"]["data"])
+        assert torch.equal(changed["history"], expected["history"])
+        assert torch.equal(changed["position"], expected["position"])
+    assert torch.equal(small.table.data, before["table"]["data"])
+
+
+def test_scales_that_follow_stay_within_the_recipe() -> None:
+    state = make(max_scale=100.0)
+    run(state, 2.0**20, role=2)
+    state.table.data[1, 2, LAST_AMAX] = math.inf
+    data = with_gradients_times(2.0**-20, state.state_dict())["table"]["data"]
+    assert data[0, 2, [SCALE, SCALE_TRANSPOSED]].tolist() == [100.0, 100.0]
+    assert data[1, 2].tolist() == [NOT_SEEN, 0.0, 0.0, math.inf]
+    constant = make(StaticScaling(8.0))
+    constant.table.data[0, 2, LAST_AMAX] = 2.0
+    assert with_gradients_times(4.0, constant.state_dict())["table"]["data"][0, 2].tolist() == [NOT_SEEN, 8.0, 8.0, 8.0]
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

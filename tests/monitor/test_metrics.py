@@ -72,6 +72,22 @@ def test_a_scalar_is_a_tensor_too() -> None:
     assert rate.compute() == 50
 
 
+@pytest.mark.parametrize("words", ["e4m3/tensorwise", "e4m3/rowwise", "e4m3/1x128", "e4m3/128x128", "e4m3/1x32"])
+@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (4, 0)])
+def test_an_empty_tensor_changes_nothing(words: str, shape: tuple[int, ...]) -> None:
+    for metric in (SQNR(words), UnderflowRate(words), SaturationRate(words)):
+        metric.update(data())
+        before = metric.compute()
+        metric.update(torch.zeros(shape))
+        metric._computed = None
+        assert metric.compute() == before
+
+
+def test_a_cast_is_no_number() -> None:
+    with pytest.raises(TypeError, match=r"A cast is a Cast or its words, .* got 3"):
+        SQNR(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_amax_propagates_what_is_not_finite(bad: float) -> None:
     metric = Amax()

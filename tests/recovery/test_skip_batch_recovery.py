@@ -24,10 +24,10 @@ from recovery_models import OPTIMIZERS, Net, fit, make_data, make_loader, make_t
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Precision, LayerSelection
+from lightning_fp8 import FP8Precision, LayerSelection, RecoveryExhausted
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
-from lightning_fp8.callbacks.recovery import RecoveryExhausted, SkipBatchException, SkipBatchRecovery
+from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 from lightning_fp8.recovery.events import read_events
 from lightning_fp8.recovery.faults import InjectedFault
 

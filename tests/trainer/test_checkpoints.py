@@ -319,6 +319,29 @@ def test_weights_arrive_whichever_way(saved: Path, tmp_path: Path) -> None:
             assert torch.equal(value, weights[key].to(value.dtype)), key
 
 
+@pytest.mark.parametrize("evaluation", ["validate", "test", "predict"])
+def test_evaluating_a_checkpoint_leaves_the_random_numbers_alone(evaluation: str, saved: Path) -> None:
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        getattr(make_trainer(), evaluation)(Net(), loader(), ckpt_path=saved)
+        drawn.append(torch.rand(()))
+    assert drawn[0] != drawn[1]
+
+
+def test_evaluating_a_checkpoint_resumes_no_training(saved: Path) -> None:
+    """Whoever evaluates need not hear that the ranks are others, and the loss scale stays what it was."""
+    checkpoint = torch.load(saved, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["rng"] *= 2
+    checkpoint[CHECKPOINT_KEY]["loss_scaler"] = {"scale": 8.0}
+    torch.save(checkpoint, saved)
+    precision = plugin(loss_scale="dynamic")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*random states")
+        make_trainer(precision).validate(Net(), loader(), ckpt_path=saved, verbose=False)
+    assert precision.settings.loss_scaler is not None and precision.settings.loss_scaler.state_dict() == {}
+
+
 # --- a checkpoint of other settings ----------------------------------------------------------------------------------
 
 
@@ -357,6 +380,42 @@ def test_a_layer_that_leaves_is_no_problem(saved: Path) -> None:
     model = Net()
     trainer = fit_from(model, plugin(layers=LayerSelection(exclude=["body.0"])), saved)
     assert fp8_state(trainer)["runtime"]["position"][:, 0].tolist() == [5 % 3]
+
+
+@pytest.mark.parametrize("before", [None, 2.0**16, "dynamic"])
+@pytest.mark.parametrize("after", [None, 2.0**10, "dynamic"])
+def test_another_loss_scale_changes_no_gradient(before: Any, after: Any, tmp_path: Path) -> None:
+    """Scales and amaxes of gradients follow the factor: with powers of two everything is as with the same factor."""
+    fit(Net(), plugin(loss_scale=before), max_steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    runs = []
+    for loss_scale in (before, after):
+        model = Net()
+        precision = plugin(loss_scale=loss_scale)
+        trainer = fit_from(model, precision, tmp_path / "a.ckpt")
+        state = precision.settings.state_dict(precision.conversions)
+        runs.append([model.losses, dict(model.state_dict()), trainer.optimizers[0].state_dict()])
+        history = state["conversions"][0]["runtime"]["history"]
+        runs[-1].append(torch.cat([history[:, :2], history[:, 2:] / state["loss_factor"]], 1))
+    assert_same(*runs)
+
+
+def test_a_constant_does_not_hand_on_the_dynamic_factor_it_went_on_from(tmp_path: Path) -> None:
+    fit(Net(), plugin(loss_scale="dynamic"), max_steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    fit_from(Net(), plugin(loss_scale=8.0), tmp_path / "a.ckpt").save_checkpoint(tmp_path / "b.ckpt")
+    state = torch.load(tmp_path / "b.ckpt", weights_only=True)[CHECKPOINT_KEY]
+    assert (state["loss_scaler"], state["loss_factor"]) == ({}, 8.0)
+
+
+def test_a_checkpoint_that_names_no_factor_goes_on_as_it_is(saved: Path) -> None:
+    checkpoint = torch.load(saved, weights_only=True)
+    del checkpoint[CHECKPOINT_KEY]["loss_factor"]
+    torch.save(checkpoint, saved)
+    settings = plugin(loss_scale=8.0).settings
+    states = settings.saved_conversions(checkpoint[CHECKPOINT_KEY])
+    assert settings.under_own_loss_scale(states, checkpoint[CHECKPOINT_KEY]) is states
+    checkpoint[CHECKPOINT_KEY]["loss_scaler"] = {"scale": 16.0}
+    (state,) = settings.under_own_loss_scale(states, checkpoint[CHECKPOINT_KEY])
+    assert torch.equal(state["runtime"]["history"][:, 2], states[0]["runtime"]["history"][:, 2] / 2)
 
 
 def test_a_loss_scale_that_the_checkpoint_lacks_starts_anew(saved: Path) -> None:

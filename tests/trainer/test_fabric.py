@@ -241,6 +241,21 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert_same(precision.state_dict(), again.state_dict())
 
 
+def test_another_loss_scale_changes_no_gradient() -> None:
+    runs = []
+    for after in (None, 2.0**16, "dynamic"):
+        raw = classifier()
+        fabric, first = make()
+        model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        train(fabric, model, optimizer, batches(3))
+        fabric, again = make(loss_scale=after)
+        model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        again.load_state_dict(first.state_dict())
+        runs.append((train(fabric, model, optimizer, batches(6)[3:]), dict(raw.state_dict())))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
 def test_the_precision_itself_may_be_saved(tmp_path: Path) -> None:
     fabric, precision = make()
     raw = classifier()

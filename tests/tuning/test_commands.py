@@ -237,6 +237,13 @@ def test_a_variant_that_cannot_run_is_a_row_of_the_table() -> None:
     assert not rows[0].error and "torchao" in rows[1].error and rows[1].error in lines[1]
 
 
+@pytest.mark.filterwarnings("ignore:No layer of Decoder")
+def test_a_recipe_that_fits_no_layer_is_not_measured() -> None:
+    rows = measure(parse_shape("64,100,1,1,8"), ["bf16-eager", "blockwise-eager"], rounds=1, report=lambda line: None)
+    assert "no layer of this shape runs in FP8" in rows[1].error and "not multiples of 128" in rows[1].error
+    assert not rows[0].error and not rows[1].speedup
+
+
 def test_auto_is_a_variant() -> None:
     rows = measure(parse_shape(TINY), ["delayed-auto-eager"], rounds=1, report=lambda line: None)
     assert not rows[0].error and rows[0].milliseconds > 0
@@ -271,10 +278,17 @@ def test_a_profile_is_part_of_a_row_and_of_a_picture(tmp_path: Path) -> None:
         (["--rounds", "0"], "--rounds"),
         (["--json", "missing/folder/x.json"], "no folder"),
         (["--picture", "missing/folder/x.png"], "no folder"),
+        (["--json", "."], "is a folder"),
+        (["--picture", "."], "is a folder"),
     ],
 )
 def test_mistakes_in_bench(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error_of(["bench", *words], capsys)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-3"])
+def test_a_measured_step_takes_some_time(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--step-ms must be a positive number" in error_of(["advise", f"--step-ms={value}"], capsys)
 
 
 def test_shapes_in_numbers() -> None:
