@@ -30,6 +30,8 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
     """As ``torch.nn.utils.clip_grad_norm_``, by the norm of all gradients together. Every rank must call."""
     gradients = gradients_of(optimizer)
+    if not gradients:
+        return
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
@@ -49,5 +51,6 @@ def clip_by_value(optimizer: Optimizer, limit: float) -> None:
             whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
             parameter.grad = gradient.redistribute(placements=whole)
     parts = local_parts(gradients_of(optimizer))
-    torch._foreach_clamp_min_(parts, -limit)
-    torch._foreach_clamp_max_(parts, limit)
+    if parts:
+        torch._foreach_clamp_min_(parts, -limit)
+        torch._foreach_clamp_max_(parts, limit)

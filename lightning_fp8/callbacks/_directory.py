@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -36,6 +37,8 @@ def check_writable(trainer: pl.Trainer, path: str | os.PathLike[str], remedy: st
 
 def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     """What keeps a file from being made or appended to, as far as that can be seen without doing it; None: nothing."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        return "it is no path of this machine"
     path = Path(path)
     try:
         place = next(p for p in (path, *path.absolute().parents) if p.exists())

@@ -65,8 +65,8 @@ class Snapshots:
     the groups stay, and their parameters lose the optimizer state that they have got since. That optimizer's settings
     and schedules stay as they are: those from before do not know of the groups.
 
-    A parameter is the same whatever it is called by now: pruning and parametrizations rename it in mid-run. Where they
-    make another one in its stead, older states lack it: see :meth:`drop_incomplete`.
+    A parameter that pruning has renamed in mid-run is the same. Parametrizations make others in its stead, or let the
+    object hold another quantity, as their removal does: older states lack these, see :meth:`drop_incomplete`.
 
     Args:
         module: weights and buffers, restored in place.
@@ -203,8 +203,10 @@ class Snapshots:
                 if not state:
                     optimizer.state.pop(parameter, None)
         for name, tensor in self._tensors(names):
-            if name in good.tensors:
-                tensor.copy_(good.tensors[name])
+            kept = good.tensors.get(name)
+            # A buffer of another shape, such as a cache that has grown, is another one.
+            if kept is not None and (kept.shape == tensor.shape or not name.startswith("buffer.")):
+                tensor.copy_(kept)
         for name, other in self.others.items():
             if any(getattr(other, "optimizer", None) is optimizer for optimizer in changed):
                 continue
@@ -220,12 +222,16 @@ class Snapshots:
     def _names_in(self, snapshot: Snapshot) -> dict[int, str]:
         """What a snapshot calls the parameters, by their id; those that it lacks are left out.
 
-        The same object is the same parameter. An object that has come since is, where it has the name of one that went.
+        The same object is the same parameter if it stands for the same quantity still. An object that has come since
+        is, where it has the name of one that went.
         """
         were = {id(parameter): name for name, parameter in snapshot.parameters.items()}
         now = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        taken = {were[parameter] for parameter in now if parameter in were}
-        return {parameter: name for parameter, name in now.items() if name not in taken} | were
+        same = {p: were[p] for p, name in now.items() if p in were and _stands_for(were[p], name)}
+        taken = {were[p] for p in now if p in were}
+        new = {p: name for p, name in now.items() if p not in were and name not in taken}
+        gone = {p: name for p, name in were.items() if p not in now}  # An optimizer may have them yet.
+        return gone | new | same
 
     def _tensors(self, names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
         """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet.
@@ -262,6 +268,17 @@ class Snapshots:
         """The optimizer's parameters by names that last, whatever joins: the module's, where it has them."""
         parameters = enumerate(parameters_of(optimizer))
         return [(f"optimizer.{index}.{names.get(id(p), number)}", p) for number, p in parameters]
+
+
+def _stands_for(before: str, now: str) -> bool:
+    """Whether a parameter still holds what it held, by its qualified names.
+
+    Torch lets the same object hold a weight and what a parametrization makes it of. Pruning keeps the values and masks
+    them as they are used, until it is made permanent.
+    """
+    parametrized = ["parametrizations" in name.split(".") for name in (before, now)]
+    unmasked = before.endswith("_orig") and not now.endswith("_orig")
+    return parametrized[0] == parametrized[1] and not unmasked
 
 
 def _place(name: str, index: int) -> str:

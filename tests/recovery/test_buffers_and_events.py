@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 from collections.abc import Sequence
 
 import pytest
@@ -167,6 +168,8 @@ def test_what_keeps_a_log_from_being_written_is_told(tmp_path, monkeypatch):
         assert why_not_writable(path) is None
     assert not (tmp_path / "new").exists()
     assert why_not_writable(tmp_path) == "it is a directory"
+    for remote in ("s3://bucket/log.jsonl", Path("s3://bucket/log.jsonl"), "memory://log.jsonl"):
+        assert why_not_writable(remote) == "it is no path of this machine"
     assert "there.jsonl is no directory" in why_not_writable(tmp_path / "there.jsonl" / "deep" / "log.jsonl")
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
     assert "may not be written to" in why_not_writable(tmp_path / "log.jsonl")

@@ -225,10 +225,19 @@ def test_the_first_batch_runs_uncompiled_and_the_second_compiled() -> None:
     assert graphs == [1]
 
 
-def test_a_first_batch_that_is_left_out_is_not_the_one_that_is_counted() -> None:
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_first_batch_that_is_left_out_is_not_the_one_that_is_counted(automatic: bool) -> None:
     class LeavesOut(Net):
+        automatic_optimization = automatic
+
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-            return super().training_step(batch, batch_idx) if batch_idx else None
+            if batch_idx == 0:
+                return None
+            loss = super().training_step(batch, batch_idx)
+            if not automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()  # type: ignore[union-attr]
+            return loss
 
     callback, whole = FP8Throughput(), FP8Throughput()
     fit(callback, model=LeavesOut(), steps=3)
