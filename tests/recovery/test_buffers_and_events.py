@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
