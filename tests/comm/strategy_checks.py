@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from rank_checks import device, folder, same_on_all_ranks
 from shard_models import VOCABULARY, Decoder
@@ -27,6 +26,7 @@ from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecove
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.linear import Float8Linear
+from tests.keeping import Keep
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -359,20 +359,6 @@ def fsdp2_with_tensor_parallel_trains(rank: int, world: int) -> None:
     assert len(losses) == 8 and (losses < 10).all()
     pair = dist.new_group([0, 1]), dist.new_group([2, 3]) if world > 2 else None
     assert same_on_all_ranks(losses, pair[rank // 2])
-
-
-class Keep(Logger):
-    name, version = "keep", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: dict[int, dict[str, float]] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.setdefault(step or 0, {}).update(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def statistics_are_those_of_weights_as_layers_use_them(rank: int, world: int) -> None:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from monitor_models import Net, StepsByHand, batches, make_trainer, precision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -19,24 +19,9 @@ from lightning_fp8 import FP8Precision, LayerSelection
 from lightning_fp8.callbacks.amax_monitor import AmaxMonitor
 from lightning_fp8.formats import E4M3
 from lightning_fp8.recipes import ROLES, DelayedScaling
+from tests.keeping import Keep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Keep(Logger):
-    """A logger like any other: it takes scalars."""
-
-    name, version = "keep", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: dict[int, dict[str, float]] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.setdefault(step or 0, {}).update(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def fit(monitor: AmaxMonitor, steps: int, *callbacks: pl.Callback, plugin: Any = None, **kwargs: Any) -> Keep:
