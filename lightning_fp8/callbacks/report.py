@@ -108,11 +108,10 @@ class FP8Report(LayerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if self.path is None:
-            self._default_path = Path(run_directory(trainer), PAGE_NAME)
-        path = self.path or self._default_path
-        if path is not None:
-            check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
+        path = self.path
+        if path is None:
+            path = self._default_path = Path(run_directory(trainer), PAGE_NAME)
+        check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
 
     def _forget(self) -> None:
         self._layers, self._last, self._curves = None, None, _curves(self.history)

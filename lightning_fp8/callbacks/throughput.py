@@ -139,8 +139,7 @@ class FP8Throughput(Callback):
         units = self._units_of(batch)
         flops = self._stop_counting()
         # Where training_step returned None the batch was left out, perhaps before its forward: the next one counts.
-        whole = outputs if pl_module.automatic_optimization else flops is not None and flops.fp8 + flops.high > 0
-        if flops is not None and whole:
+        if flops is not None and (outputs if pl_module.automatic_optimization else any(flops)):
             self._counted = flops, max(units, 1)
         if trainer.global_step == self._start_step:
             return  # Gradients of the first step still accumulate.
