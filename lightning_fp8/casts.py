@@ -49,6 +49,11 @@ class Cast:
         """What both sizes of the operand must be multiples of."""
         return SIZE_MULTIPLE[self.granularity]
 
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether a scale from the data is mostly what it was in the step before."""
+        return self.granularity == "tensorwise" and self.power_of_two
+
     def scale(self, amax: Tensor) -> Tensor:
         """The scale of values up to ``amax``, fp32, any shape; see :mod:`lightning_fp8.formats`."""
         if self.granularity == "1x32":

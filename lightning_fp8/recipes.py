@@ -214,7 +214,9 @@ class TensorwiseScaling(Recipe):
     Args:
         format: as in :class:`DelayedScaling`.
         margin: headroom in powers of two, at most 14.
-        power_of_two: round scales down to powers of two.
+        power_of_two: round scales down to powers of two (``"tensorwise_pow2"``). Such a scale is mostly what it was in
+            the step before: on GPUs values are cast with that while their amax is found, and once more where it was
+            wrong, while any other scale takes a pass for the amax first.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -310,6 +312,7 @@ _CLASSES: dict[str, type[Recipe]] = {
 }
 #: Names that stand for a class with settings.
 _PRESETS: dict[str, dict[str, Any]] = {
+    "tensorwise_pow2": {"name": "tensorwise", "power_of_two": True},
     "rowwise_gw_hp": {"name": "rowwise", "grad_weight_high_precision": True},
 }
 RECIPE_NAMES: tuple[str, ...] = (*_CLASSES, *_PRESETS)

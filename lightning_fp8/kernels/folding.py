@@ -48,6 +48,7 @@ FILES = (
     "triton_cast.py",
     "triton_common.py",
     "triton_data.py",
+    "triton_foreseen.py",
     "triton_stored.py",
 )
 
@@ -95,6 +96,7 @@ class KernelOfCast:
         root: what the matrix is but for views.
         pieces: what it can compute, side by side; empty for nothing.
         holds_tile: whether its programs have a whole tile in registers, as those for 128-blocks, of one size.
+        reads_seldom: whether it mostly leaves the matrix alone.
     """
 
     def __init__(self, node: fx.Node, arguments: Mapping[str, Any]) -> None:
@@ -104,16 +106,18 @@ class KernelOfCast:
         self.root = self.x
         self.pieces: list[Piece] = []
         self.holds_tile = "C" not in arguments
+        self.reads_seldom = "foreseen" in arguments
 
     @staticmethod
     def of(node: fx.Node) -> KernelOfCast | None:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
-        from lightning_fp8.kernels import triton_block, triton_data, triton_stored
+        from lightning_fp8.kernels import triton_block, triton_data, triton_foreseen, triton_stored
 
         kernel = getattr(kernel_of(node), "fn", None)
         if kernel not in (
             triton_stored.cast_stored,
             triton_stored.cast_later,
+            triton_foreseen.cast_again,
             triton_data.amax_partials,
             triton_data.row_and_column_scales,
             triton_data.cast_from_amaxes,
@@ -162,7 +166,7 @@ class KernelOfCast:
         if len(matrices(values)) > MOST_MATRICES or any(_is_changed(leaf.node, self.node) for leaf in read):
             return False
         # Where several casts have the same input, each reads all that it is computed from.
-        times = sum(cast.root is self.root for cast in casts)
+        times = sum(cast.root is self.root and not cast.reads_seldom for cast in casts)
         sources = bytes_read((piece.value, x.shape[0] * piece.columns) for piece in self.pieces)
         return times * sources <= sources + (times + 1) * x.numel() * x.element_size()
 
@@ -187,6 +191,7 @@ def launch_of(
     """
     from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE, vector_amax_grid, vector_amax_tile
     from lightning_fp8.kernels.triton_data import amax_partials, row_and_column_scales
+    from lightning_fp8.kernels.triton_foreseen import cast_again
 
     named = {name: value for name, value in arguments.items() if name not in OF_THE_MATRIX}
     if kernel is amax_partials:
@@ -196,11 +201,13 @@ def launch_of(
         tile = vector_amax_tile(named["columns"], source.pieces)
         programs, turns = vector_amax_grid(named["rows"], named["columns"] // source.pieces, tile)
         return {**named, "turns": turns, "R": tile.rows}, programs, tile.warps
+    share, warps = source.pieces, None
     if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
         # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
-        share = source.pieces * NARROW_CAST_TILE.columns // named["C"]
-        return {**named, "C": NARROW_CAST_TILE.columns}, programs // share, NARROW_CAST_TILE.warps
-    return named, programs // source.pieces, None
+        share, warps = source.pieces * NARROW_CAST_TILE.columns // named["C"], NARROW_CAST_TILE.warps
+        named["C"] = NARROW_CAST_TILE.columns
+    # What casts again goes through tiles until there are no more.
+    return named, programs if kernel is cast_again else programs // share, warps
 
 
 def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.casts import Cast
-from lightning_fp8.kernels import triton_block, triton_data, triton_stored
+from lightning_fp8.kernels import triton_block, triton_data, triton_foreseen, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import Operands, empty_operands
 from lightning_fp8.kernels.reference import round_up, row_multiple
@@ -52,6 +52,8 @@ VECTOR_BLOCK_TILE, SQUARE_BLOCK_TILE = Tile(128, 128, 4), Tile(128, 128, 8)
 MX_TILE = Tile(64, 64, 4)
 #: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
 AMAX_PROGRAMS = 1024
+#: Programs that look whether a scale was foreseen right, and cast again where it was not.
+AGAIN_PROGRAMS = 512
 #: The longest row that one program holds in registers, and the values it holds at least.
 MAX_ROW, MIN_ROW_TILE = 32768, 4096
 
@@ -75,6 +77,8 @@ def cast(
         x = x.contiguous()
     padded = round_up(x.shape[0], row_multiple(straight, transposed))
     stored = stored and slot is not None
+    if slot is not None and not stored and all(use.is_foreseeable for use in (straight, transposed) if use):
+        return cast_foreseen(x, padded, straight, transposed, slot, launch=launch)
     by = _caster(straight or transposed, stored)
     if straight and transposed and _caster(transposed, stored) is not by:
         # No recipe mixes such granularities: a pass for each direction does.
@@ -140,6 +144,36 @@ def cast_stored(
         (rows, columns, x.stride(0), padded, tile.group),
         (
             straight is not None, _rule(straight), transposed is not None, _rule(transposed),
+            tile.rows, tile.columns, is_even(rows, columns, tile),
+        ),
+        tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def cast_foreseen(
+    x: Tensor,
+    padded: int,
+    straight: Cast | None,
+    transposed: Cast | None,
+    slot: Tensor,
+    tile: Tile | None = None,
+    launch: Launch = at_once,
+) -> Operands:
+    """Tensorwise with powers of two from the data: in one pass where the slot's amaxes tell the same scales."""
+    rows, columns = x.shape
+    tile = tile or tile_of(columns)
+    rules = _rule(straight or transposed), _rule(transposed or straight)
+    foreseen = torch.empty_like(slot)
+    launch(triton_foreseen.foresee, 1, (slot, foreseen), (), rules, 1)
+    out = cast_stored(x, padded, straight, transposed, foreseen, tile, launch)
+    launch(
+        triton_foreseen.cast_again,
+        torch.sym_min(AGAIN_PROGRAMS, _tiles(padded, columns, tile)),
+        (x, *_pointers(out, straight, transposed), slot, foreseen),
+        (rows, columns, x.stride(0), padded),
+        (
+            straight is not None, rules[0], transposed is not None, rules[1],
             tile.rows, tile.columns, is_even(rows, columns, tile),
         ),
         tile.warps,

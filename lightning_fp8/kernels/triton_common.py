@@ -366,3 +366,23 @@ def amax_of_tiles(
         seen = larger(seen, tile_magnitudes(VALUES, loaded, row, column, PIECES, R, C))
         tile += step
     return float_of(rounded_bits(amax_bits(seen), DTYPE))
+
+
+@triton.jit
+def cast_tiles(
+    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, scale, scale_t,
+    first, step, rows, columns, padded,
+    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes of the tiles ``first``, ``first + step``, ..., with one scale each for the operands."""
+    tiles = tl.cdiv(padded, R) * tl.cdiv(columns, C * PIECES)
+    tile = first
+    while tile < tiles:
+        row, column = first_in_order(tile, columns, PIECES, R, C)
+        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
+        cast_tile(
+            VALUES, DTYPE, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES),
+            row, column, padded, columns, STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
+        )  # fmt: skip
+        tile += step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.casts import Cast
-from lightning_fp8.kernels import triton_block, triton_cast, triton_data, triton_stored
+from lightning_fp8.kernels import triton_block, triton_cast, triton_data, triton_foreseen, triton_stored
 from lightning_fp8.kernels.launch import in_graph
 
 
@@ -29,6 +29,8 @@ def cast(
 _kernels_of: dict[str, list[Any]] = getattr(torch._library.triton, "triton_ops_to_kernels", {})
 _kernels_of["lightning_fp8::triton_cast"] = [
     triton_stored.cast_stored,
+    triton_foreseen.foresee,
+    triton_foreseen.cast_again,
     triton_data.amax_partials,
     triton_data.row_and_column_scales,
     triton_data.cast_from_amaxes,

@@ -16,8 +16,8 @@ from lightning_fp8.kernels.triton_common import (
     apart,
     as_bits,
     cast_tile,
+    cast_tiles,
     compute_scale,
-    first_in_order,
     first_of_tile,
     load_matrix,
     quarter_of,
@@ -46,26 +46,6 @@ def cast_stored(
         load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes, codes_t, decode, decode_t, slot,
         rows, columns, padded, group, STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
     )  # fmt: skip
-
-
-@triton.jit
-def _cast_all_tiles(
-    LOAD: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr, inputs, codes, codes_t, scale, scale_t,
-    rows, columns, padded,
-    STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PIECES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Cast the whole matrix in one program."""
-    tiles = tl.cdiv(padded, R) * tl.cdiv(columns, C * PIECES)
-    tile = 0
-    while tile < tiles:
-        row, column = first_in_order(tile, columns, PIECES, R, C)
-        loaded = LOAD(inputs, row, column, rows, columns, R, C, EVEN)
-        cast_tile(
-            VALUES, DTYPE, loaded, codes, codes_t, times(scale, 4), times(scale_t, PIECES),
-            row, column, padded, columns, STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
-        )  # fmt: skip
-        tile += 1
 
 
 @triton.jit
@@ -127,8 +107,8 @@ def cast_stored_tile(
                     scale = tl.where(unset, compute_scale(amax, RULE), scale)
                 if TRANSPOSED:
                     scale_t = apart(tl.where(unset_t, compute_scale(amax, RULE_T), scale_t), padded)
-                _cast_all_tiles(
-                    LOAD, VALUES, DTYPE, inputs, codes, codes_t, scale, scale_t, rows, columns, padded,
+                cast_tiles(
+                    LOAD, VALUES, DTYPE, inputs, codes, codes_t, scale, scale_t, 0, 1, rows, columns, padded,
                     STRAIGHT, CODES_T, PIECES, R, NARROW, EVEN,
                 )  # fmt: skip
             if STRAIGHT:

@@ -271,7 +271,7 @@ _PROFILED_STEPS = 3
 #: Kinds of kernels by parts of their names, the first that fits. Casts begin so; the compiler's own names begin with
 #: "triton" and may hold any word.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("cast", ("cast_", "amax_", "row_and_column_scales", "step_scales", "void transformer_engine::")),
+    ("cast", ("cast_", "foresee", "amax_", "row_and_column_scales", "step_scales", "void transformer_engine::")),
     ("attention", ("flash", "fmha", "sdpa", "cudnn_generated")),
     ("optimizer", ("multi_tensor", "adam")),
     ("gemm", ("gemm", "nvjet", "cutlass", "qqtst", "xmma", "gemv")),

@@ -183,9 +183,10 @@ def variant_in(table: LayerTable, recipe: Recipe) -> str | None:
 
 
 def _work(recipe: Recipe) -> list[object]:
-    """What decides the time a recipe takes: where scales come from, and which values share one."""
+    """What decides the time a recipe takes: where scales come from, whether foreseen, and which values share one."""
     uses = [use for role in ROLES for use in (recipe.casts[role].straight, recipe.casts[role].transposed)]
-    return [recipe.source == "data", *(use and use.granularity for use in uses)]
+    from_data = recipe.source == "data"
+    return [from_data, *(use and (use.granularity, from_data and use.is_foreseeable) for use in uses)]
 
 
 def _from_rank_zero(choose: Callable[[], Chosen]) -> Chosen:

@@ -92,7 +92,9 @@ def _bench_parser(cuda: bool) -> CommandParser:
         default=["8b" if cuda else "tiny"],
         help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
     )
-    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise"])
+    parser.add_argument(
+        "--recipes", nargs="+", default=["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise"]
+    )
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
     parser.add_argument(
         "--compile",

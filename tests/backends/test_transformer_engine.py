@@ -222,7 +222,8 @@ def test_hardware(library: ModuleType) -> None:
     assert backend.why_not_installed(get_recipe("delayed")) is None
     assert "10.0" in str(backend.why_not_installed(get_recipe("mxfp8")))  # The library has the last word.
     kinds = {name: backend.support_on(get_recipe(name), HOPPER).kind for name in RECIPE_NAMES}
-    assert kinds["delayed"] == kinds["blockwise"] == kinds["static"] == kinds["tensorwise"] == "native"
+    assert kinds["delayed"] == kinds["blockwise"] == kinds["static"] == "native"
+    assert kinds["tensorwise"] == kinds["tensorwise_pow2"] == "native"
     assert kinds["rowwise"] == kinds["rowwise_gw_hp"] == kinds["mxfp8"] == "refused"
 
 

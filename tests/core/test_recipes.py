@@ -72,7 +72,7 @@ def test_a_mapping_without_a_name_is_refused() -> None:
 
 
 def test_the_names_are_the_promised_ones() -> None:
-    promised = {"delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "static"}
+    promised = {"delayed", "tensorwise", "tensorwise_pow2", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "static"}
     assert promised == set(RECIPE_NAMES)
     assert get_recipe("rowwise_gw_hp") == RowwiseScaling(grad_weight_high_precision=True)
     assert get_recipe({"name": "rowwise_gw_hp", "margin": 1.0}) == RowwiseScaling(

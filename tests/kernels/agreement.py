@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,15 +10,32 @@ from torch import Tensor
 
 from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.kernels import reference, triton_cast, triton_stored
+from lightning_fp8.kernels import reference, triton_cast, triton_foreseen, triton_stored
 from lightning_fp8.kernels.launch import at_once, by_triton
 
 UNSET = (-1.0, 0.0, 0.0, -1.0)
+#: Slots beside what a cast of values up to 12 finds: the amax so far or of the step before, and whether it tells the
+#: scales.
+FORESEEN = {
+    (-1.0, 0.0, 0.0, 12.0): True,
+    (-1.0, 0.0, 0.0, 8.0): True,  # Up to 14, in E4M3, one power of two does, and so it does in E5M2.
+    (-1.0, 0.0, 0.0, 6.5): False,
+    (-1.0, 0.0, 0.0, 15.0): False,
+    (13.0, 0.0, 0.0, 3.0): True,
+    (3.0, 0.0, 0.0, 13.0): False,
+    (-1.0, 0.0, 0.0, math.nan): False,
+    (math.inf, 0.0, 0.0, 12.0): False,
+    (0.0, 0.0, 0.0, 12.0): False,
+    UNSET: False,
+}
 #: Settings of tensorwise and rowwise casts, straight and transposed.
 SETTINGS = {
     "plain": ((E4M3, {}), (E4M3, {})),
     "hybrid": ((E4M3, {"margin": 0.263}), (E5M2, {"power_of_two": True, "max_scale": 100.0})),
     "e5m2": ((E5M2, {}), (E5M2, {"margin": 1.0})),
+    "foreseen": ((E4M3, {"power_of_two": True}), (E5M2, {"power_of_two": True, "margin": 1.0})),
+    "foreseen straight": ((E4M3, {"power_of_two": True}), None),
+    "foreseen transposed": (None, (E5M2, {"power_of_two": True})),
     "straight": ((E4M3, {}), None),
     "transposed": (None, (E5M2, {})),
 }
@@ -43,6 +61,12 @@ def mixed_values(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, s
     x[rows // 2] = 0
     x[:, columns // 2] = 0
     return x.to(dtype)
+
+
+def up_to(amax: float, rows: int, columns: int) -> Tensor:
+    """Values of all sizes, the largest of which is ``amax``."""
+    x = mixed_values(rows, columns).float()
+    return (x * (amax / x.abs().amax())).bfloat16()
 
 
 def check_cast(
@@ -102,6 +126,23 @@ def check_later(x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, 
     for name, g, w in zip(("codes", "decode", "codes_t", "decode_t"), (*got[:2], codes_t, decode_t), want, strict=True):
         bits = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (g, w))
         assert_same(*bits, f"{what}: {name}")
+
+
+def check_foreseen(x: Tensor, setting: str, slot: tuple[float, ...]) -> bool:
+    """Whether the amaxes in ``slot`` foretell the scales of ``x``, so that the values are read once."""
+
+    def launch(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int) -> None:
+        if kernel is triton_foreseen.cast_again:
+            tensors = (torch.full_like(x, 0.5), *tensors[1:])  # What it reads it casts.
+        by_triton(kernel, programs, tensors, sizes, constants, warps)
+
+    pair = casts(setting, "tensorwise", "tensorwise")
+    slots = [torch.tensor(slot, device=x.device) for _ in range(2)]
+    want = triton_cast.cast(x, *pair, slots[0], False)
+    got = triton_cast.cast(x, *pair, slots[1], False, launch)
+    assert_same(slots[1], slots[0], f"{slot}: slot")
+    assert_same(slots[0][1:], torch.tensor(slot[1:]), f"{slot}: all but the amax")
+    return all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
 
 
 def assert_same(got: Tensor, want: Tensor, what: str) -> None:

@@ -110,9 +110,14 @@ def check(name: str, dtype: torch.dtype) -> None:
     # Blocks are only computed where matrices lie side by side.
     blocks = ["1x128"] if len(folded.cast.pieces) > 1 else []
     for granularity in ("tensorwise", "rowwise", *blocks):
-        for stored in (True, False) if granularity == "tensorwise" else (False,):
-            pair = Cast(E4M3, granularity), Cast(E5M2, granularity, margin=1.0)
-            slots = [torch.tensor(UNSET) for _ in range(2)]
+        # Powers of two are foreseen, rightly or not; the reference then has an amax of its own.
+        right = (-1.0, 0.0, 0.0, folded.values.abs().amax().item())
+        cases = [(False, False, UNSET)]
+        if granularity == "tensorwise":
+            cases += [(True, False, UNSET), (False, True, UNSET), (False, True, right)]
+        for stored, power_of_two, slot in cases:
+            pair = Cast(E4M3, granularity, power_of_two), Cast(E5M2, granularity, power_of_two, margin=1.0)
+            slots = [torch.tensor(slot) for _ in range(2)]
             out = triton_cast.cast(folded.x, *pair, slots[0], stored, folded.launch)
             expected = reference.cast(folded.values, *pair, slots[1], stored)
             assert torch.equal(*slots), (name, slots)

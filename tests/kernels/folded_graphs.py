@@ -28,6 +28,7 @@ from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3
 from lightning_fp8.kernels.folding import BLOCK, FoldIntoCasts
 from lightning_fp8.kernels.launch_nodes import arguments_of
+from lightning_fp8.kernels.triton_foreseen import foresee
 from lightning_fp8.kernels.triton_stored import LATER, cast_later
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.traced import written_by
@@ -166,6 +167,8 @@ def fold(graph: fx.Graph) -> list[str]:
     found = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_functional):
         kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn
+        if kernel is foresee:
+            continue  # It reads a slot alone.
         arguments = node.kwargs["kwargs"]
         reads = [value for name, value in arguments.items() if name[0] == "x"]
         # Which operations there are depends on torch's decompositions.
@@ -178,9 +181,9 @@ def fold(graph: fx.Graph) -> list[str]:
 
 
 def _tiles_a_program(node: fx.Node) -> float:
-    """How many tiles a program casts; 0 for programs that find one amax of many tiles."""
+    """How many tiles a program casts; 0 for programs that go through any number of tiles."""
     arguments = arguments_of(node)
-    if "partials" in arguments:
+    if {"partials", "foreseen"} & set(arguments):
         return 0
     ((programs, *_),) = node.kwargs["grid"]
     tile = arguments.get("R", BLOCK) * arguments.get("C", BLOCK)
@@ -235,6 +238,7 @@ def main() -> None:
         "few columns": (Inputs(few_columns),),
         "dynamic": (Inputs(gelu), ROWS, "delayed", True),
         "block, tensorwise": (block(), ROWS, "tensorwise"),
+        "block, foreseen": (block(), ROWS, "tensorwise_pow2"),
         "block, rowwise": (block(), ROWS, "rowwise"),
         "block, blockwise": (block(), ROWS, "blockwise"),
     }

@@ -11,7 +11,19 @@ import torch
 
 from lightning_fp8.casts import Cast
 from lightning_fp8.kernels.scale_update import step_scales
-from tests.kernels.agreement import E4M3, E5M2, UNSET, casts, check_cast, check_later, mixed_values
+from tests.kernels.agreement import (
+    E4M3,
+    E5M2,
+    FORESEEN,
+    SETTINGS,
+    UNSET,
+    casts,
+    check_cast,
+    check_foreseen,
+    check_later,
+    mixed_values,
+    up_to,
+)
 from tests.kernels.updates import RECIPES, check_update
 
 #: The interpreter's conversions to FP8 are off by up to a factor of two.
@@ -29,6 +41,21 @@ def tensorwise() -> int:
     checks += [(x, "hybrid", UNSET, True) for x in (inf, torch.zeros(16, 16), torch.ones(1, 16).half())]
     for x, setting, slot, stored in checks:
         check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, stored, TOLERANCE)
+    return len(checks)
+
+
+def foreseen() -> int:
+    settings = [name for name in SETTINGS if name.startswith("foreseen")]
+    inf = mixed_values(16, 32)
+    inf[3, 4] = torch.inf
+    matrices = [mixed_values(132, 80), mixed_values(20, 96)[:, :48], inf, torch.zeros(16, 16), torch.ones(1, 16).half()]
+    slots = list(FORESEEN)
+    checks = list(itertools.product(matrices, settings, (slots[0], slots[4], slots[-1])))
+    checks += [(up_to(12.0, 132, 80), "foreseen", slot) for slot in slots]
+    for x, setting, slot in checks:
+        check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, False, TOLERANCE)
+    for setting, (slot, right) in itertools.product(settings, FORESEEN.items()):
+        assert check_foreseen(up_to(12.0, 20, 48), setting, slot) is right, (setting, slot)
     return len(checks)
 
 
@@ -76,5 +103,7 @@ def update() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # numpy's, for divisions by zero
-    parts: dict[str, Callable[[], int]] = {f.__name__: f for f in (tensorwise, later, rowwise, blocks, update)}
+    parts: dict[str, Callable[[], int]] = {
+        f.__name__: f for f in (tensorwise, foreseen, later, rowwise, blocks, update)
+    }
     print("checked", parts[sys.argv[1]]())

@@ -12,13 +12,16 @@ from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import reference
 from tests.kernels.agreement import (
+    FORESEEN,
     SETTINGS,
     UNSET,
     assert_same,
     casts,
     check_cast,
+    check_foreseen,
     every_16_bit_value,
     mixed_values,
+    up_to,
 )
 
 pytestmark = pytest.mark.gpu
@@ -118,6 +121,17 @@ def test_unset_scales_come_from_the_data_once(setting: str) -> None:
             assert slot.tolist()[1:3] == before[1:3]
 
 
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("foreseen")])
+@pytest.mark.parametrize("slot", FORESEEN, ids=str)
+def test_a_scale_is_the_data_s_whatever_was_foreseen(slot: tuple[float, ...], setting: str) -> None:
+    pair = casts(setting, "tensorwise", "tensorwise")
+    not_finite = every_16_bit_value(torch.bfloat16)
+    # The last has more tiles than there are programs that cast again.
+    for x in (up_to(12.0, 200, 272), not_finite, torch.zeros(64, 128), up_to(12.0, 4096, 4096)):
+        check_cast(x.to(DEVICE), *pair, slot)
+    assert check_foreseen(up_to(12.0, 4096, 272).to(DEVICE), setting, slot) is FORESEEN[slot]
+
+
 def test_results_do_not_depend_on_the_order_of_programs() -> None:
     x = mixed_values(2048, 4096).to(DEVICE)
     for kind, stored in ((("tensorwise", "tensorwise"), True), (("rowwise", "rowwise"), False)):
@@ -184,12 +198,13 @@ def test_casts_neither_wait_for_the_device_nor_break_a_graph() -> None:
         block_casts("1x128", "1x128"),
         block_casts("128x128", "128x128"),
     ]
-    for pair in pairs:
-        kernels.cast(x, *pair, slot, True)
+    jobs = [(pair, True) for pair in pairs] + [(casts("foreseen", "tensorwise", "tensorwise"), False)]
+    for pair, stored in jobs:
+        kernels.cast(x, *pair, slot, stored)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for pair in pairs:
-            kernels.cast(x, *pair, slot, True)
+        for pair, stored in jobs:
+            kernels.cast(x, *pair, slot, stored)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()

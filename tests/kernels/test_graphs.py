@@ -33,6 +33,16 @@ def test_a_compiler_finds_exactly_the_outputs_and_the_slot_written() -> None:
         "stored, ragged": [["cast_stored", *BOTH, "slot"]],
         "stored, straight": [["cast_stored", "codes", "decode", "slot"]],
         "stored, transposed": [["cast_stored", "codes_t", "decode_t", "slot"]],
+        "foreseen": [
+            ["foresee", "foreseen"],
+            ["cast_stored", *BOTH, "slot"],
+            ["cast_again", *BOTH, "slot"],
+        ],
+        "foreseen, ragged, transposed": [
+            ["foresee", "foreseen"],
+            ["cast_stored", "codes_t", "decode_t", "slot"],
+            ["cast_again", "codes_t", "decode_t", "slot"],
+        ],
         "tensorwise": [["amax_partials", "partials"], ["cast_from_amaxes", *BOTH, "slot"]],
         "tensorwise, unnoted": [["amax_partials", "partials"], ["cast_from_amaxes", *BOTH]],
         "rowwise": [
@@ -63,6 +73,8 @@ def test_torch_knows_the_kernels_of_the_operator() -> None:
     known = get_triton_kernels_for_op(torch.ops.lightning_fp8.triton_cast.default._name)
     assert {kernel.__name__ for kernel in known} == {
         "cast_stored",
+        "foresee",
+        "cast_again",
         "amax_partials",
         "row_and_column_scales",
         "cast_from_amaxes",
@@ -74,7 +86,7 @@ def test_torch_knows_the_kernels_of_the_operator() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "mxfp8"])
 def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> None:
     recipe = get_recipe(name)
     casts = ops.LinearCasts.of(recipe, stored=recipe.source != "data")

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("part", ["tensorwise", "later", "rowwise", "blocks", "update"])
+@pytest.mark.parametrize("part", ["tensorwise", "foreseen", "later", "rowwise", "blocks", "update"])
 def test_interpreted_casts_agree_with_the_reference(part: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.interpreted", part]

@@ -55,6 +55,7 @@ def main() -> None:
     target.get_current_target.return_value = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(target)
     tensor, other = Cast(E4M3, "tensorwise"), Cast(E5M2, "tensorwise", margin=1.0)
+    power, other_power = (Cast(fmt, "tensorwise", power_of_two=True) for fmt in (E4M3, E5M2))
     row = Cast(E4M3, "rowwise")
     vector, square = Cast(E4M3, "1x128"), Cast(E4M3, "128x128")
     other_vector, small = Cast(E5M2, "1x128", power_of_two=True), Cast(E4M3, "1x32")
@@ -63,6 +64,8 @@ def main() -> None:
         "stored, ragged": (200, tensor, tensor, True, True),
         "stored, straight": (256, tensor, None, True, True),
         "stored, transposed": (256, None, other, True, True),
+        "foreseen": (256, power, other_power, True, False),
+        "foreseen, ragged, transposed": (200, None, power, True, False),
         "tensorwise": (256, tensor, tensor, True, False),
         "tensorwise, unnoted": (256, tensor, other, False, False),
         "rowwise": (200, row, row, True, False),

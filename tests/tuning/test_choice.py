@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_fp8
-from lightning_fp8 import FP8Precision, LayerSelection, TensorwiseScaling, convert_model
+from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection, TensorwiseScaling, convert_model
 from lightning_fp8.backends import NativeBackend
 from lightning_fp8.callbacks import AmaxMonitor
 from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
@@ -321,6 +321,9 @@ def test_a_table_knows_a_recipe_by_its_work() -> None:
     table = made_up_table()
     table.times["tensorwise"] = table.times["delayed"]
     assert variant_in(table, TensorwiseScaling()) == "tensorwise"
+    # A scale that is foreseen takes no pass of its own; one that is stored never does.
+    assert variant_in(table, TensorwiseScaling(power_of_two=True)) is None
+    assert variant_in(table, DelayedScaling(power_of_two=True)) == "delayed"
     assert variant_in(table, get_recipe("rowwise_gw_hp")) is None
     table.times["rowwise"] = table.times["rowwise_gw_hp"] = table.times["delayed"]
     assert variant_in(table, get_recipe("rowwise_gw_hp")) == "rowwise_gw_hp"
