@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,8 +27,8 @@ from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
 class RecomputeTransposed(CustomGraphPass):
     """To be Inductor's ``joint_custom_post_pass``; changes graphs in place.
 
-    A cast is made in two where it has a stored scale, backward alone reads its transposed codes, and less is kept
-    afterwards. What backward computes again is marked as torch's activation checkpointing marks it.
+    A cast is made in two where its scale is stored or foreseen, backward alone reads its transposed codes, and less is
+    kept afterwards. What backward computes again is marked as torch's activation checkpointing marks it.
 
     Args:
         cheap: only where backward reads no more than the matrix that was cast.
@@ -54,64 +55,71 @@ class RecomputeTransposed(CustomGraphPass):
 
 
 class BothOperands:
-    """A node that launches ``triton_stored.cast_stored`` for both operands.
+    """Nodes that together cast both operands: ``triton_stored.cast_stored``, alone or as a scale was foreseen.
 
     Attributes:
-        node: the node.
+        nodes: the node that launches ``cast_stored`` and, if there is one, ``triton_foreseen.cast_again``.
         codes: the transposed codes.
         origin: what backward can compute the matrix from.
     """
 
-    def __init__(self, node: fx.Node, codes: fx.Node, origin: Origin) -> None:
-        self.node = node
+    def __init__(self, nodes: Sequence[fx.Node], codes: fx.Node, origin: Origin) -> None:
+        self.nodes = nodes
         self.codes = codes
         self.origin = origin
 
     @staticmethod
     def of(node: fx.Node, kept: KeptValues) -> BothOperands | None:
-        """That of ``node``, where it is one, in forward, whose transposed codes backward alone reads."""
+        """Those of which ``node`` is the first, in forward, where backward alone reads the transposed codes."""
+        from lightning_fp8.kernels.triton_foreseen import cast_again
         from lightning_fp8.kernels.triton_stored import cast_stored
 
-        if getattr(kernel_of(node), "fn", None) is not cast_stored or node in kept.backward:
+        if _launched(node) is not cast_stored or node in kept.backward:
             return None
+        readers = [user for codes in _results(node, "codes_t") for user in codes.users]
+        nodes = [node, *(reader for reader in readers if _launched(reader) is cast_again)]
         arguments = arguments_of(node)
-        codes = _results(node, "codes_t")
+        codes = _results(nodes[-1], "codes_t")
         if not (arguments["STRAIGHT"] and arguments["TRANSPOSED"] and len(codes) == 1 and codes[0] in kept.backward):
             return None
         origin = kept.origin(arguments["x"])
         # What is marked already belongs to the user's own checkpointing.
-        marked = any("recompute" in n.meta for n in (node, *origin.computed, *origin.kept))
+        marked = any("recompute" in n.meta for n in (*nodes, *origin.computed, *origin.kept))
         known = all(shape_of(n) for n in (arguments["x"], codes[0], *origin.kept))
-        return BothOperands(node, codes[0], origin) if known and not marked else None
+        return BothOperands(nodes, codes[0], origin) if known and not marked else None
 
     @property
     def is_cheap(self) -> bool:
         """Whether no more is read than the matrix that is cast: a weight, a norm's input, not two factors."""
-        x = arguments_of(self.node)["x"]
+        x = arguments_of(self.nodes[0])["x"]
         return self.origin.bytes_read(x.meta["val"].numel()) <= bytes_of(x)
 
     def put_off(self) -> fx.Node:
-        """Let ``node`` make the straight operand, and keep the scale of the transposed one for the node returned."""
-        from lightning_fp8.kernels.triton_stored import LATER, cast_later, cast_stored
+        """Let ``nodes`` make the straight operand, and keep the scale of the transposed one for the node returned."""
+        from lightning_fp8.kernels.triton_stored import LATER, cast_later
 
-        node, graph = self.node, self.node.graph
-        arguments = arguments_of(node)
-        with graph.inserting_after(node):
-            scale = graph.call_function(operator.getitem, (node, "decode_t"))
+        first, last = self.nodes[0], self.nodes[-1]
+        graph = first.graph
+        arguments = arguments_of(first)
+        with graph.inserting_after(last):
+            scale = graph.call_function(operator.getitem, (last, "decode_t"))
         # A tensor of its own: Inductor takes arguments that are one tensor for one memory.
         scale.meta["val"] = torch.empty_like(arguments["decode_t"].meta["val"])
         with graph.inserting_after(scale):
-            later = graph.node_copy(node)
+            later = graph.node_copy(first)
         with graph.inserting_before(later):
             decode = graph.node_copy(arguments["decode_t"])
         decode.meta["val"] = torch.empty_like(scale.meta["val"])
         same = ("x", "codes_t", "rows", "columns", "stride", "padded", "group", "R", "C", "EVEN")
         relaunch(later, cast_later, {**{n: arguments[n] for n in same}, "decode_t": decode, "kept": scale})
-        relaunch(node, cast_stored, {**arguments, "codes_t": None, "TRANSPOSED": LATER})
         for name in ("codes_t", "decode_t"):
-            for result in _results(node, name):
+            for result in _results(last, name):
                 if result is not scale:
                     result.args = (later, name)
+        for node in reversed(self.nodes):
+            relaunch(node, _launched(node), {**arguments_of(node), "codes_t": None, "TRANSPOSED": LATER})
+            for codes in _results(node, "codes_t"):
+                graph.erase_node(codes)
         return later
 
 
@@ -123,6 +131,10 @@ def _put_off(casts: Sequence[BothOperands], kept: KeptValues) -> None:
             # What it is computed from, if no larger, would do too: backward would then compute and write it first.
             if kept.is_worth_keeping(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _launched(node: fx.Node) -> Any:
+    return getattr(kernel_of(node), "fn", None)
 
 
 def _results(node: fx.Node, name: str) -> list[fx.Node]:

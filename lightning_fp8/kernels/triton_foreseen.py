@@ -21,6 +21,7 @@ from lightning_fp8.kernels.triton_common import (
     quarter_of,
     reciprocal,
 )
+from lightning_fp8.kernels.triton_stored import left_of_scale
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE, SCALE_TRANSPOSED
 
 _AMAX = tl.constexpr(AMAX)
@@ -49,7 +50,10 @@ def cast_again(
     TRANSPOSED: tl.constexpr, RULE_T: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes with the right scales, where those in ``foreseen`` are not what the amax there tells; notes the amax."""
+    """Codes with the right scales, where those in ``foreseen`` are not what the amax there tells; notes the amax.
+
+    ``TRANSPOSED`` may be ``triton_stored.LATER``.
+    """
     cast_again_tile(
         load_matrix, quarter_of, x.dtype.element_ty, (x, stride), codes, codes_t, decode, decode_t, slot, foreseen,
         rows, columns, padded, STRAIGHT, RULE, TRANSPOSED, RULE_T, 1, R, C, EVEN,
@@ -76,8 +80,8 @@ def cast_again_tile(
             if STRAIGHT:
                 tl.store(decode, reciprocal(scale))
             if TRANSPOSED:
-                tl.store(decode_t, reciprocal(scale_t))
+                tl.store(decode_t, left_of_scale(scale_t, TRANSPOSED))
         cast_tiles(
             LOAD, VALUES, DTYPE, inputs, codes, codes_t, scale, apart(scale_t, padded),
-            program, tl.num_programs(0), rows, columns, padded, STRAIGHT, TRANSPOSED, PIECES, R, C, EVEN,
+            program, tl.num_programs(0), rows, columns, padded, STRAIGHT, TRANSPOSED == 1, PIECES, R, C, EVEN,
         )  # fmt: skip

@@ -28,8 +28,8 @@ from lightning_fp8.statistics import SCALE, SCALE_TRANSPOSED
 
 _SCALE = tl.constexpr(SCALE)
 _SCALE_TRANSPOSED = tl.constexpr(SCALE_TRANSPOSED)
-#: What `cast_stored` may make of the transposed operand, beside codes and nothing: no codes, but it settles the scale
-#: and keeps it, in the place of the decode scale, for `cast_later`.
+#: What `cast_stored` and `triton_foreseen.cast_again` may make of the transposed operand, beside codes and nothing: no
+#: codes, but they settle the scale and keep it, in the place of the decode scale, for `cast_later`.
 LATER = 2
 _LATER = tl.constexpr(LATER)
 
@@ -91,7 +91,7 @@ def cast_stored_tile(
         if STRAIGHT:
             tl.store(decode, reciprocal(scale))
         if TRANSPOSED:
-            tl.store(decode_t, _left_of_scale(scale_t, TRANSPOSED))
+            tl.store(decode_t, left_of_scale(scale_t, TRANSPOSED))
     if unset | unset_t:
         counter = as_bits(slot) + tl.where(unset, _SCALE, _SCALE_TRANSPOSED)
         # The atomic is one thread's: all others must have stored before it.
@@ -116,11 +116,11 @@ def cast_stored_tile(
                 tl.store(decode, reciprocal(scale))
             if TRANSPOSED:
                 tl.store(slot + _SCALE_TRANSPOSED, tl.where(unset_t & (telling == 0), 0.0, scale_t))
-                tl.store(decode_t, _left_of_scale(scale_t, TRANSPOSED))
+                tl.store(decode_t, left_of_scale(scale_t, TRANSPOSED))
 
 
 @triton.jit
-def _left_of_scale(scale, TRANSPOSED: tl.constexpr):
+def left_of_scale(scale, TRANSPOSED: tl.constexpr):
     """What a cast leaves behind of the transposed operand's scale."""
     if TRANSPOSED == _LATER:
         return scale

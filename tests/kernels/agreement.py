@@ -103,24 +103,28 @@ def check_cast(
         assert_same(slots[0], slots[1], f"{what}: slot")
 
 
-def check_later(x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, ...]) -> None:
+def check_later(
+    x: Tensor, straight: Cast, transposed: Cast, slot: tuple[float, ...], cast: Any = triton_cast.cast_stored
+) -> None:
     """A cast made in two, against the one that makes both operands at once."""
     padded = -(-x.shape[0] // 16) * 16
     slots = [torch.tensor(slot, device=x.device) for _ in range(2)]
-    want = triton_cast.cast_stored(x, padded, straight, transposed, slots[0])
+    want = cast(x, padded, straight, transposed, slots[0])
     kept = torch.empty(1, 1, device=x.device)
     codes_t, decode_t = torch.empty_like(want[2]), torch.empty_like(want[3])
 
     def first(kernel: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int) -> None:
-        codes, _, decode, _, place = tensors[1:]
-        constants = (*constants[:2], triton_stored.LATER, *constants[3:])
-        at_once(kernel, programs, (x, codes, None, decode, kept, place), sizes, constants, warps)
+        if "codes_t" in kernel.arg_names:
+            codes, _, decode, _, *places = tensors[1:]
+            constants = (*constants[:2], triton_stored.LATER, *constants[3:])
+            tensors = x, codes, None, decode, kept, *places
+        at_once(kernel, programs, tensors, sizes, constants, warps)
 
     def second(_: Any, programs: int, tensors: Any, sizes: Any, constants: Any, warps: int) -> None:
         by_triton(triton_stored.cast_later, programs, (x, codes_t, decode_t, kept), sizes, constants[4:], warps)
 
-    got = triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=first)
-    triton_cast.cast_stored(x, padded, straight, transposed, slots[1], launch=second)
+    got = cast(x, padded, straight, transposed, slots[1], launch=first)
+    triton_cast.cast_stored(x, padded, straight, transposed, slots[1].clone(), launch=second)
     what = f"{tuple(x.shape)} {slot}"
     assert_same(slots[1], slots[0], f"{what}: slot")
     for name, g, w in zip(("codes", "decode", "codes_t", "decode_t"), (*got[:2], codes_t, decode_t), want, strict=True):

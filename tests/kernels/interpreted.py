@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_fp8.casts import Cast
+from lightning_fp8.kernels import triton_cast
 from lightning_fp8.kernels.scale_update import step_scales
 from tests.kernels.agreement import (
     E4M3,
@@ -67,7 +68,10 @@ def later() -> int:
     slots = (UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0), (1.0, 3.0, 0.0, -1.0))
     for x, values in itertools.product(matrices, slots):
         check_later(x, *casts("hybrid", "tensorwise", "tensorwise"), values)
-    return len(matrices) * len(slots)
+    checks = [(up_to(12.0, 20, 48), values) for values in FORESEEN] + [(inf, UNSET)]
+    for x, values in checks:
+        check_later(x, *casts("foreseen", "tensorwise", "tensorwise"), values, triton_cast.cast_foreseen)
+    return len(matrices) * len(slots) + len(checks)
 
 
 def rowwise() -> int:

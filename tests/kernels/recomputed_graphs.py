@@ -27,10 +27,12 @@ from lightning_fp8.formats import E4M3, E5M2, quantize
 from lightning_fp8.kernels import reference
 from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of
 from lightning_fp8.kernels.recomputing import RecomputeTransposed
-from lightning_fp8.kernels.triton_stored import LATER
+from lightning_fp8.kernels.triton_foreseen import cast_again, foresee
+from lightning_fp8.kernels.triton_stored import LATER, cast_later, cast_stored
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import SCALE_TRANSPOSED
 from tests.kernels.folded_graphs import (
+    ROWS,
     WIDTH,
     Inputs,
     SeparateProjections,
@@ -79,6 +81,7 @@ def graphs() -> dict[str, Any]:
     """By case and setting: what is kept no longer, what is instead, and the casts of backward that come to it."""
     cases = {
         "block": (block(),),
+        "foreseen": (block(), ROWS, "tensorwise_pow2"),
         "separate projections": (SeparateProjections(),),
         "functions": (Inputs(gelu, nothing_before, used_elsewhere, product, permuted),),
         "checkpointed": (Checkpointed(gelu),),
@@ -103,21 +106,28 @@ class Reference(fx.Interpreter):
         if kernel is None:
             return super().run_node(node)
         given = {n: self.env[a] if isinstance(a, fx.Node) else a for n, a in arguments_of(node).items()}
-        return _later(given) if kernel.fn.__name__ == "cast_later" else _stored(given)
+        kernels = {cast_stored: _both, cast_again: _both, cast_later: _later, foresee: _foresee}
+        return kernels[kernel.fn](given)
 
 
-def _stored(given: dict[str, Any]) -> dict[str, Tensor]:
+def _both(given: dict[str, Any]) -> dict[str, Tensor]:
+    """As ``cast_stored`` does, or ``cast_again`` where every scale was foreseen wrongly."""
     later = given["TRANSPOSED"] is not True and given["TRANSPOSED"] == LATER
     pair = [_cast(given, "codes", "RULE") if given["STRAIGHT"] else None, None]
     if given["TRANSPOSED"]:
         pair[1] = _cast(given, "codes" if later else "codes_t", "RULE_T")
-    slot = given["slot"].clone()
-    out = reference.cast(given["x"], *pair, slot, True)
+    slot, stored = given["slot"].clone(), "foreseen" not in given
+    out = reference.cast(given["x"], *pair, slot, stored)
     found = dict(zip(("codes", "decode", "codes_t", "decode_t"), out, strict=True))
     if later:
-        found["decode_t"] = torch.where(slot[SCALE_TRANSPOSED] == 0, 1.0, slot[SCALE_TRANSPOSED]).view(1, 1)
+        kept = slot[SCALE_TRANSPOSED] if stored else 1 / found["decode_t"]
+        found["decode_t"] = torch.where(kept == 0, 1.0, kept).view(1, 1)
         del found["codes_t"]
     return {**found, "slot": slot}
+
+
+def _foresee(given: dict[str, Any]) -> dict[str, Tensor]:
+    return {"foreseen": torch.tensor([0.0, 64.0, 64.0, 0.0])}
 
 
 def _later(given: dict[str, Any]) -> dict[str, Tensor]:
@@ -129,14 +139,14 @@ def _later(given: dict[str, Any]) -> dict[str, Tensor]:
 def _cast(given: dict[str, Any], codes: str, rule: str | None = None) -> Cast:
     form = next(f for f in (E4M3, E5M2) if f.dtype == given[codes].dtype)
     assert rule is None or given[rule][:2] == (form.max, 1.0)
-    return Cast(form, "tensorwise")
+    return Cast(form, "tensorwise", power_of_two=rule is not None and given[rule][3])
 
 
-def train(change: Callable[[fx.Graph], None]) -> list[Tensor]:
+def train(change: Callable[[fx.Graph], None], recipe: str) -> list[Tensor]:
     """Losses, gradients and statistics of a few steps of two microbatches; the first step's scales are unset."""
     torch.manual_seed(0)
     model = nn.ModuleList([block(), nn.Linear(16, 16)]).to(torch.bfloat16)
-    convert_model(model, "delayed", layers=LayerSelection())
+    convert_model(model, recipe, layers=LayerSelection())
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         change(joint.graph)
@@ -169,12 +179,15 @@ def train(change: Callable[[fx.Graph], None]) -> list[Tensor]:
 
 def training() -> int:
     """How many tensors are the same whatever is recomputed."""
-    want = train(PASSES["none"])
-    for setting in ("cheap", "all"):
-        got = train(PASSES[setting])
-        for index, (g, w) in enumerate(zip(got, want, strict=True)):
-            assert torch.equal(g, w), f"{setting}: tensor {index} of {len(want)}, {g} for {w}"
-    return len(want)
+    count = 0
+    for recipe in ("delayed", "tensorwise_pow2"):
+        want = train(PASSES["none"], recipe)
+        for setting in ("cheap", "all"):
+            got = train(PASSES[setting], recipe)
+            for index, (g, w) in enumerate(zip(got, want, strict=True)):
+                assert torch.equal(g, w), f"{recipe} {setting}: tensor {index} of {len(want)}, {g} for {w}"
+        count += len(want)
+    return count
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model
+from lightning_fp8.kernels import triton_cast
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.decoder import Block, DecoderShape
-from tests.kernels.agreement import UNSET, casts, check_later, every_16_bit_value, mixed_values
+from tests.kernels.agreement import FORESEEN, UNSET, casts, check_later, every_16_bit_value, mixed_values
 from tests.kernels.test_folding_gpu import losses, sources  # noqa: F401  # A fixture, used by itself.
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +36,9 @@ def test_a_cast_made_in_two_gives_the_bits_of_one(setting: str, dtype: torch.dty
     for x in matrices:
         for slot in (UNSET, (9.0, 3.0, 5.0, -1.0), (1e6, 0.0, 5.0, -1.0), (1.0, 3.0, 0.0, -1.0)):
             check_later(x.cuda(), *casts(setting, "tensorwise", "tensorwise"), slot)  # type: ignore[arg-type]
+        for slot in FORESEEN:
+            pair = casts("foreseen", "tensorwise", "tensorwise")
+            check_later(x.cuda(), *pair, slot, triton_cast.cast_foreseen)  # type: ignore[arg-type]
 
 
 class Gated(nn.Module):
@@ -51,12 +55,12 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def gradients(recompute: Recompute) -> list[Tensor]:
+def gradients(recompute: Recompute, recipe: str) -> list[Tensor]:
     """Outputs, gradients and statistics of a first step and a second, each of two microbatches."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(Gated(), nn.Linear(512, 512)).to(torch.bfloat16)
-    convert_model(model, "delayed", layers=LayerSelection())
+    convert_model(model, recipe, layers=LayerSelection())
     torch._dynamo.reset()
     compiled = lightning_fp8.compile(model[0], fullgraph=True, dynamic=False, recompute=recompute)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -77,11 +81,12 @@ def gradients(recompute: Recompute) -> list[Tensor]:
     return found
 
 
-def test_gradients_have_the_bits_of_those_from_kept_operands() -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise_pow2"])
+def test_gradients_have_the_bits_of_those_from_kept_operands(recipe: str) -> None:
     """The first step's scales are unset; two forwards run before the first backward."""
-    want = gradients("none")
+    want = gradients("none", recipe)
     for setting in SETTINGS:
-        for index, (g, w) in enumerate(zip(gradients(setting), want, strict=True)):
+        for index, (g, w) in enumerate(zip(gradients(setting, recipe), want, strict=True)):
             apart = (g.float() - w.float()).abs().max()
             assert torch.equal(g, w), f"{setting}: tensor {index} of {len(want)}, up to {apart} apart"
 
