@@ -41,8 +41,8 @@ def compile(
     gradients of gate and up. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the cast's
     tiles (64 rows, 64 columns; with blocks 128), are left alone.
 
-    Forward keeps an FP8 copy of every operand for backward. With stored scales, ``recompute`` lets backward make such
-    copies itself, from what is kept for other reasons: the same codes of what is cast, for less memory. A sum that is
+    Forward keeps an FP8 copy of every operand for backward. With scales that are stored or foreseen (``delayed``,
+    ``static``, ``tensorwise_pow2``), ``recompute`` lets backward make such copies itself, from what is kept for other reasons: the same codes of what is cast, for less memory. A sum that is
     kept for it is read in forward too as it was rounded to be kept.
 
     Args:
