@@ -42,8 +42,9 @@ def compile(
     tiles (64 rows, 64 columns; with blocks 128), are left alone.
 
     Forward keeps an FP8 copy of every operand for backward. With scales that are stored or foreseen (``delayed``,
-    ``static``, ``tensorwise_pow2``), ``recompute`` lets backward make such copies itself, from what is kept for other reasons: the same codes of what is cast, for less memory. A sum that is
-    kept for it is read in forward too as it was rounded to be kept.
+    ``static``, ``tensorwise_pow2``), ``recompute`` lets backward make such copies itself, from what is kept for other
+    reasons: the same codes of what is cast, for less memory. A sum that is kept for it is read in forward too as it was
+    rounded to be kept.
 
     Args:
         model: a module or a function.

@@ -279,6 +279,12 @@ class Health:
         torch.where(kept, streaks, self.streaks, out=self.streaks)
         torch.where(kept, active, self.active, out=self.active)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Take all that is known of gradients to be of ones ``factor`` times as large, which those to come are."""
+        known = self._is_gradient & (self.count > 0)
+        self.ring.mul_(torch.where(self._is_gradient, factor, 1.0).unsqueeze(-1))
+        self.trend.add_(known, alpha=math.log2(factor))
+
     def _summarize(self, begun: Tensor, amax: Tensor, references: Tensor) -> Tensor:
         """The first operand of each kind, fp32 ``[kinds, 4]``."""
         if not self.positions:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._layers import LayerCallback, When
+from lightning_fp8.callbacks._loss_factor import loss_factor
 from lightning_fp8.callbacks._progress import show_worst_layer, skipped_steps
 from lightning_fp8.checks import check_flag
 from lightning_fp8.health import KINDS, Health, HealthEvent, HealthLimits, Kind, Reading
@@ -103,6 +104,7 @@ class FP8HealthMonitor(LayerCallback):
         self._observed: Tensor | None = None
         self._spoilt: HealthEvent | None = None
         self._worst: tuple[str, str, float] | None = None
+        self._factor: float | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -125,7 +127,16 @@ class FP8HealthMonitor(LayerCallback):
         self._names = list(telemetry.names)
         self._health = Health(telemetry.positions, telemetry.caps(), self.limits, telemetry.device)
         self._recover = torch.tensor([self.actions[kind] == "recover" for kind in KINDS], device=telemetry.device)
-        self._observed = self.verdict = self._spoilt = self._worst = None
+        self._observed = self.verdict = self._spoilt = self._worst = self._factor = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The loss scale is loaded by now: gradients of a run that goes on under another are larger or smaller."""
+        if self._factor is not None:
+            self._running().scale_gradients(loss_factor(trainer) / self._factor)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._factor = loss_factor(trainer)  # For what is saved later.
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -223,6 +234,7 @@ class FP8HealthMonitor(LayerCallback):
         if self._health is None:
             return {}
         return {
+            "loss_factor": self._factor if self._trainer is None else loss_factor(self._trainer),
             "names": list(self._names),
             "health": self._health.state_dict(),
             "events": [event.to_dict() for event in self.events],
@@ -232,6 +244,7 @@ class FP8HealthMonitor(LayerCallback):
 
     def _load(self, state: dict[str, Any]) -> None:
         self._running().load_state_dict(state["health"], rows_of(self._names, state["names"]))
+        self._factor = state.get("loss_factor")
         self.events = [HealthEvent.from_dict(values) for values in state["events"]]
         self.counts = Counter(state["counts"])
         nonfinite = [event for event in self.events if event.kind == "nonfinite"]

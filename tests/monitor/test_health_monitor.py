@@ -346,6 +346,29 @@ def test_resuming_goes_on_with_the_same_history(tmp_path: Path) -> None:
         assert torch.equal(values, resumed.state_dict()["health"][name]), name
 
 
+@pytest.mark.parametrize("planted", [False, True])
+def test_gradients_under_another_loss_scale_are_no_spikes(tmp_path: Path, planted: bool) -> None:
+    """Their history follows the ratio, so that a spike of the run that goes on is seen as before."""
+
+    def run(steps: int, loss_scale: float, path: Path | None = None) -> FP8HealthMonitor:
+        monitor = FP8HealthMonitor()
+        plant = Plant(*[Fault(14, MIDDLE, "grad_output", factor=50.0)] * planted)
+        save = ModelCheckpoint(tmp_path / str(loss_scale), filename="{step}", every_n_train_steps=12)
+        plugin = precision(loss_scale=loss_scale)
+        trainer = make_trainer([monitor, plant, save], steps, plugin, enable_checkpointing=True)
+        trainer.fit(Net(), batches(20), ckpt_path=path)
+        return monitor
+
+    whole = run(16, 1.0)
+    run(12, 1024.0)
+    resumed = run(16, 1.0, tmp_path / "1024.0" / "step=12.ckpt")
+    assert [event.message() for event in resumed.events] == [event.message() for event in whole.events]
+    assert {event.kind for event in resumed.events} == ({"spike"} if planted else set())
+    for name, values in whole.state_dict()["health"].items():
+        other = resumed.state_dict()["health"][name]
+        torch.testing.assert_close(values, other, msg=lambda message, name=name: f"{name}: {message}")
+
+
 def test_the_progress_bar_shows_the_worst_layer() -> None:
     descriptions: list[str] = []
 
