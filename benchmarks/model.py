@@ -19,12 +19,14 @@ from peers import PEERS
 from lightning_fp8.tuning.bench import measure
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
+DEFAULT = ["bf16", "delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise"]
+
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["8b"], help=f"{', '.join(SHAPES)}, or numbers (parse_shape)")
-    parser.add_argument("--variants", nargs="+", default=["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])
+    parser.add_argument("--variants", nargs="+", default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="sort the time of a step by kind of kernel")
     parser.add_argument("--kernels", type=int, default=0, help="with --profile, list so many of each one's kernels")

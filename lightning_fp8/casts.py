@@ -49,11 +49,6 @@ class Cast:
         """What both sizes of the operand must be multiples of."""
         return SIZE_MULTIPLE[self.granularity]
 
-    @property
-    def is_foreseeable(self) -> bool:
-        """Whether a scale from the data is mostly what it was in the step before."""
-        return self.granularity == "tensorwise" and self.power_of_two
-
     def scale(self, amax: Tensor) -> Tensor:
         """The scale of values up to ``amax``, fp32, any shape; see :mod:`lightning_fp8.formats`."""
         if self.granularity == "1x32":
@@ -102,6 +97,11 @@ class Cast:
                     raise ValueError(f"Unknown option {option!r} in {text!r}: choose pow2, margin= or max_scale=.")
                 settings[key] = float(value)
         return Cast(get_format(name), granularity, **settings)  # type: ignore[arg-type]
+
+
+def are_foreseeable(*uses: Cast | None) -> bool:
+    """Whether scales from the data are mostly what they were in the step before, for all of what is cast at once."""
+    return all(use.granularity == "tensorwise" and use.power_of_two for use in uses if use is not None)
 
 
 @dataclass(frozen=True)

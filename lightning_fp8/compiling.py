@@ -34,12 +34,12 @@ def compile(
 ) -> _Compiled:
     """``torch.compile``, by Inductor, with FP8 casts folded into what computes their operands.
 
-    With scales of tensors or rows (``delayed``, ``static``, ``tensorwise``, ``rowwise``), the elementwise operations
-    before a cast, such as an activation or the end of a norm, and their gradients, become part of the cast's kernels,
-    so that their result is never written to memory in 16 bits. Values are then rounded where Inductor rounds them
-    within a kernel of its own. With scales of blocks (``blockwise``) that holds for matrices side by side, such as the
-    gradients of gate and up. Everything else is compiled as ever; sizes that are dynamic, or no multiples of the cast's
-    tiles (64 rows, 64 columns; with blocks 128), are left alone.
+    With scales of tensors or rows (``delayed``, ``static``, ``tensorwise``, ``tensorwise_pow2``, ``rowwise``), the
+    elementwise operations before a cast, such as an activation or the end of a norm, and their gradients, become part
+    of the cast's kernels, so that their result is never written to memory in 16 bits. Values are then rounded where
+    Inductor rounds them within a kernel of its own. With scales of blocks (``blockwise``) that holds for matrices side
+    by side, such as the gradients of gate and up. Everything else is compiled as ever; sizes that are dynamic, or no
+    multiples of the cast's tiles (64 rows, 64 columns; with blocks 128), are left alone.
 
     Forward keeps an FP8 copy of every operand for backward. With scales that are stored or foreseen (``delayed``,
     ``static``, ``tensorwise_pow2``), ``recompute`` lets backward make such copies itself, from what is kept for other

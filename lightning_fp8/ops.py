@@ -213,7 +213,7 @@ class ScaledLinear(torch.autograd.Function):
         if need_grad_weight and x_casts.transposed is None:
             xt = x.to(out_dtype)
         if need_grad_input and casts.recompute_weight_cast:
-            wt, wt_decode = weight, weight.new_empty(0) if weight_slot is None else _kept_scales(weight_slot, w_casts)
+            wt, wt_decode = weight, weight.new_empty(0) if weight_slot is None else _kept_scales(weight_slot, casts)
         ctx.save_for_backward(xt, xt_decode, wt, wt_decode)
         # Not saved for backward: they are changed in place by every forward and backward in between.
         ctx.grad_slot = grad_slot
@@ -280,9 +280,9 @@ def linear_gradients(
     return grad_input, grad_weight
 
 
-def _kept_scales(slot: Tensor, casts: OperandCasts) -> Tensor:
-    """A slot for backward's cast of the weight, with the scales as this forward has left them."""
-    if casts.straight == casts.transposed:
+def _kept_scales(slot: Tensor, casts: LinearCasts) -> Tensor:
+    """A slot for backward's cast of the weight, with the scales, or the amax, as this forward has left them."""
+    if casts.weight_stored and casts.weight.straight == casts.weight.transposed:
         # Forward has set the straight scale, and not yet the other one before the first step.
         return slot.data[SCALE].expand(SLOT_SIZE).clone()
     return slot.data.clone()

@@ -200,8 +200,8 @@ def _why_not_recipe(recipe: Recipe) -> str | None:
     """Why torchao cannot cast as ``recipe`` says, with the remedy."""
     if not isinstance(recipe, (TensorwiseScaling, RowwiseScaling, MXFP8Scaling)):
         return (
-            "torchao takes scales from the data, one for a tensor, a row or 32 values: use the tensorwise, rowwise, "
-            "rowwise_gw_hp or mxfp8 recipe, or backend='native'."
+            "torchao takes scales from the data, one for a tensor, a row or 32 values: use the tensorwise, "
+            "tensorwise_pow2, rowwise, rowwise_gw_hp or mxfp8 recipe, or backend='native'."
         )
     for role in ROLES:
         casts = recipe.casts[role].uses

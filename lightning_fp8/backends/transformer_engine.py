@@ -107,8 +107,8 @@ class TransformerEngineBackend(Backend):
         """Why Transformer Engine cannot cast as ``recipe`` and the options say, with the remedy."""
         if not isinstance(recipe, (DelayedScaling, StaticScaling, TensorwiseScaling, BlockwiseScaling, MXFP8Scaling)):
             return (
-                "Transformer Engine has no such recipe: use delayed, static, tensorwise, blockwise or mxfp8, or "
-                "backend='native'."
+                "Transformer Engine has no such recipe: use delayed, static, tensorwise, tensorwise_pow2, blockwise or "
+                "mxfp8, or backend='native'."
             )
         formats = {role: {use.format.name for use in recipe.casts[role].uses} for role in ROLES}
         if formats["input"] != {"e4m3"} or formats["weight"] != {"e4m3"} or len(formats["grad_output"]) != 1:

@@ -29,7 +29,7 @@ from lightning_fp8.kernels.folded_values import (
     see_through,
     shape_of,
 )
-from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, programs_of, relaunch
+from lightning_fp8.kernels.launch_nodes import arguments_of, launched_by, programs_of, relaunch
 
 #: Matrices that a cast may read. Each takes registers.
 MOST_MATRICES = 8
@@ -113,7 +113,7 @@ class KernelOfCast:
         """That of ``node``, where it is one, of known sizes that tiles divide evenly."""
         from lightning_fp8.kernels import triton_block, triton_data, triton_foreseen, triton_stored
 
-        kernel = getattr(kernel_of(node), "fn", None)
+        kernel = launched_by(node)
         if kernel not in (
             triton_stored.cast_stored,
             triton_stored.cast_later,
@@ -172,7 +172,7 @@ class KernelOfCast:
 
     def fold(self) -> None:
         """Let the node launch a kernel that computes the pieces."""
-        launched = kernel_of(self.node).fn
+        launched = launched_by(self.node)
         source = folded_source.write(self.pieces, self.x.meta["val"].dtype, launched)
         arguments, programs, warps = launch_of(launched, programs_of(self.node), self.arguments, source)
         memory = {f"x{index}": read for index, read in enumerate(source.inputs)}

@@ -20,6 +20,11 @@ def kernel_of(node: fx.Node) -> Any:
     return kernel if len(getattr(kernel, "configs", ())) == 1 else None
 
 
+def launched_by(node: fx.Node) -> Any:
+    """The function of that kernel; ``None`` if it launches none."""
+    return getattr(kernel_of(node), "fn", None)
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The kernel's arguments by name: nodes, numbers and constants."""
     constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_fp8.kernels.folded_values import shape_of
 from lightning_fp8.kernels.folding import FILES, paths
 from lightning_fp8.kernels.kept_values import KeptValues, Origin, bytes_of
-from lightning_fp8.kernels.launch_nodes import arguments_of, kernel_of, relaunch
+from lightning_fp8.kernels.launch_nodes import arguments_of, launched_by, relaunch
 
 
 class RecomputeTransposed(CustomGraphPass):
@@ -74,10 +73,10 @@ class BothOperands:
         from lightning_fp8.kernels.triton_foreseen import cast_again
         from lightning_fp8.kernels.triton_stored import cast_stored
 
-        if _launched(node) is not cast_stored or node in kept.backward:
+        if launched_by(node) is not cast_stored or node in kept.backward:
             return None
         readers = [user for codes in _results(node, "codes_t") for user in codes.users]
-        nodes = [node, *(reader for reader in readers if _launched(reader) is cast_again)]
+        nodes = [node, *(reader for reader in readers if launched_by(reader) is cast_again)]
         arguments = arguments_of(node)
         codes = _results(nodes[-1], "codes_t")
         if not (arguments["STRAIGHT"] and arguments["TRANSPOSED"] and len(codes) == 1 and codes[0] in kept.backward):
@@ -117,7 +116,7 @@ class BothOperands:
                 if result is not scale:
                     result.args = (later, name)
         for node in reversed(self.nodes):
-            relaunch(node, _launched(node), {**arguments_of(node), "codes_t": None, "TRANSPOSED": LATER})
+            relaunch(node, launched_by(node), {**arguments_of(node), "codes_t": None, "TRANSPOSED": LATER})
             for codes in _results(node, "codes_t"):
                 graph.erase_node(codes)
         return later
@@ -131,10 +130,6 @@ def _put_off(casts: Sequence[BothOperands], kept: KeptValues) -> None:
             # What it is computed from, if no larger, would do too: backward would then compute and write it first.
             if kept.is_worth_keeping(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _launched(node: fx.Node) -> Any:
-    return getattr(kernel_of(node), "fn", None)
 
 
 def _results(node: fx.Node, name: str) -> list[fx.Node]:

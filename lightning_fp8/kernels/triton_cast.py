@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fp8.casts import Cast
+from lightning_fp8.casts import Cast, are_foreseeable
 from lightning_fp8.kernels import triton_block, triton_data, triton_foreseen, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import Operands, empty_operands
@@ -77,7 +77,7 @@ def cast(
         x = x.contiguous()
     padded = round_up(x.shape[0], row_multiple(straight, transposed))
     stored = stored and slot is not None
-    if slot is not None and not stored and all(use.is_foreseeable for use in (straight, transposed) if use):
+    if slot is not None and not stored and are_foreseeable(straight, transposed):
         return cast_foreseen(x, padded, straight, transposed, slot, launch=launch)
     by = _caster(straight or transposed, stored)
     if straight and transposed and _caster(transposed, stored) is not by:
@@ -157,12 +157,11 @@ def cast_foreseen(
     straight: Cast | None,
     transposed: Cast | None,
     slot: Tensor,
-    tile: Tile | None = None,
     launch: Launch = at_once,
 ) -> Operands:
     """Tensorwise with powers of two from the data: in one pass where the slot's amaxes tell the same scales."""
     rows, columns = x.shape
-    tile = tile or tile_of(columns)
+    tile = tile_of(columns)
     rules = _rule(straight or transposed), _rule(transposed or straight)
     foreseen = torch.empty_like(slot)
     launch(triton_foreseen.foresee, 1, (slot, foreseen), (), rules, 1)

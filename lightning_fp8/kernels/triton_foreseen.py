@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from lightning_fp8.kernels.triton_common import (
+    LARGEST,
     apart,
     as_bits,
     bits_of,
@@ -32,12 +33,12 @@ _SCALE_TRANSPOSED = tl.constexpr(SCALE_TRANSPOSED)
 
 @triton.jit
 def foresee(slot, foreseen, RULE: tl.constexpr, RULE_T: tl.constexpr):
-    """A slot for one cast: the scales that the amaxes in ``slot`` tell, those of this step before the last one's.
+    """A slot for one cast: the scales that this step's amax so far tells, or else the last one's.
 
-    Where there are none yet, or none that tell anything, both scales are 1: a stored scale must not be unset.
+    Where neither tells one both scales are 1: a stored scale must not be unset.
     """
     amax = tl.load(slot + _AMAX)
-    amax = tl.where(amax >= 0.0, amax, tl.load(slot + _LAST_AMAX))
+    amax = tl.where((amax > 0.0) & (amax <= LARGEST), amax, tl.load(slot + _LAST_AMAX))
     tl.store(foreseen + _AMAX, 0.0)
     tl.store(foreseen + _SCALE, compute_scale(amax, RULE))
     tl.store(foreseen + _SCALE_TRANSPOSED, compute_scale(amax, RULE_T))

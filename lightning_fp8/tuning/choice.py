@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_fp8.backends import Backend, NativeBackend, Support
+from lightning_fp8.casts import are_foreseeable
 from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 from lightning_fp8.selection import Decision, in_compiled, linear_layers
@@ -184,9 +185,9 @@ def variant_in(table: LayerTable, recipe: Recipe) -> str | None:
 
 def _work(recipe: Recipe) -> list[object]:
     """What decides the time a recipe takes: where scales come from, whether foreseen, and which values share one."""
-    uses = [use for role in ROLES for use in (recipe.casts[role].straight, recipe.casts[role].transposed)]
-    from_data = recipe.source == "data"
-    return [from_data, *(use and (use.granularity, from_data and use.is_foreseeable) for use in uses)]
+    from_data, pairs = recipe.source == "data", [(recipe.casts[r].straight, recipe.casts[r].transposed) for r in ROLES]
+    granularities = [use and use.granularity for pair in pairs for use in pair]
+    return [from_data, *granularities, *(from_data and are_foreseeable(*pair) for pair in pairs)]
 
 
 def _from_rank_zero(choose: Callable[[], Chosen]) -> Chosen:

@@ -24,10 +24,10 @@ from lightning_fp8.kernels.triton_stored import LATER
 from tests.kernels.agreement import UNSET
 from tests.kernels.folded_cases import CASES, inputs_of
 
-#: Where one division serves twice, and how it is written: that of a sigmoid is a short one.
 #: Cases whose casts are also made in two, or again: matrices side by side, and broadcasts.
 MADE_TWICE = ("swiglu gradient", "rms norm")
 
+#: Where one division serves twice, and how it is written: that of a sigmoid is a short one.
 ONE_DIVISION = {"quotient and reciprocal": " / ", "swiglu gradient": "reciprocal_from_one_on("}
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
+from lightning_fp8 import kernels, ops
 from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import triton_cast
+from lightning_fp8.kernels.launch import at_once
 from lightning_fp8.kernels.scale_update import step_scales
+from lightning_fp8.recipes import ROLES, get_recipe
+from lightning_fp8.statistics import StatisticsTable
 from tests.kernels.agreement import (
     E4M3,
     E5M2,
     FORESEEN,
     SETTINGS,
     UNSET,
+    cast_again_nothing,
     casts,
     check_cast,
     check_foreseen,
@@ -57,7 +64,26 @@ def foreseen() -> int:
         check_cast(x, *casts(setting, "tensorwise", "tensorwise"), slot, False, TOLERANCE)
     for setting, (slot, right) in itertools.product(settings, FORESEEN.items()):
         assert check_foreseen(up_to(12.0, 20, 48), setting, slot) is right, (setting, slot)
+    for recompute in (False, True):
+        foreseen_weight(recompute)
     return len(checks)
+
+
+def foreseen_weight(recompute_weight_cast: bool) -> None:
+    """The second step of a layer whose operands are those of the first reads none of them twice."""
+    casts = ops.LinearCasts.of(get_recipe("tensorwise_pow2"), False, recompute_weight_cast=recompute_weight_cast)
+    table = StatisticsTable(["layer"])
+    slots = tuple(table.slot(0, role) for role in ROLES)
+    x, weight, gradient = (mixed_values(32, 32, seed=seed).requires_grad_() for seed in range(3))
+    outcomes = []
+    for launch in (at_once, cast_again_nothing):
+        cast = functools.partial(triton_cast.cast, launch=launch)
+        with mock.patch.object(kernels, "cast", cast):
+            y = ops.scaled_linear(x, weight, casts, slots)  # type: ignore[arg-type]
+            outcomes.append([y, *torch.autograd.grad(y, (x, weight), gradient.detach())])
+        table.finish_step()
+    for got, want in zip(*outcomes, strict=True):
+        assert torch.equal(got, want), recompute_weight_cast
 
 
 def later() -> int:

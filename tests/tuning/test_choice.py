@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection, TensorwiseScaling, convert_model
+from lightning_fp8 import (
+    DelayedScaling,
+    FP8Precision,
+    LayerSelection,
+    RowwiseScaling,
+    TensorwiseScaling,
+    convert_model,
+)
 from lightning_fp8.backends import NativeBackend
 from lightning_fp8.callbacks import AmaxMonitor
 from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
@@ -325,8 +332,12 @@ def test_a_table_knows_a_recipe_by_its_work() -> None:
     assert variant_in(table, TensorwiseScaling(power_of_two=True)) is None
     assert variant_in(table, DelayedScaling(power_of_two=True)) == "delayed"
     assert variant_in(table, get_recipe("rowwise_gw_hp")) is None
+    half = RowwiseScaling(grad_weight_high_precision=True, power_of_two=False)
+    assert variant_in(table, half) is None
     table.times["rowwise"] = table.times["rowwise_gw_hp"] = table.times["delayed"]
     assert variant_in(table, get_recipe("rowwise_gw_hp")) == "rowwise_gw_hp"
+    # One operand's scale is a power of two, its other's is not: nothing is foreseen.
+    assert variant_in(table, half) == "rowwise_gw_hp"
     assert variant_in(table, get_recipe("rowwise")) == "rowwise"
 
 
