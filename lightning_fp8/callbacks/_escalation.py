@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -193,7 +194,8 @@ class Escalation:
     def _other_ways(self, finding: Finding) -> list[str]:
         """What the run that goes on may do differently."""
         if self.events.path is not None:
-            batches = f"skip_batches={str(self.events.path.absolute())!r}"
+            path = self.events.path
+            batches = f"skip_batches={str(path.absolute() if isinstance(path, Path) else path)!r}"
         else:
             last = sorted(rejected_batches(self.events.recent))[-_NAMED_BATCHES:]
             batches = f"skip_batches={last}, the last that were rejected: no log has them all"

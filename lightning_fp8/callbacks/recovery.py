@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +29,7 @@ from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.checks import check_flag, check_number, check_path
+from lightning_fp8.files import located
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
@@ -71,7 +71,8 @@ class SkipBatchRecovery(Callback):
         relearn: spikes (not NaNs) that outlast all that are taken for the curve's new shape instead of stopping.
         calm: accepted steps in a row that end an episode.
         skip_batches: (epoch, batch index) pairs to leave out, or the path of an event log: those rejected there.
-        log: path of the event log; ``"auto"``: ``recovery.jsonl`` in the Trainer's log directory; None: none.
+        log: path of the event log, or its address where fsspec reaches (``s3://...``); ``"auto"``: ``recovery.jsonl``
+            in the Trainer's log directory; None: none.
 
     Attributes:
         events: what was seen and done in this run, over resumes: ``events.recent`` holds the last 1000 as dicts,
@@ -197,7 +198,7 @@ class SkipBatchRecovery(Callback):
         path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
         if path is not None:
             check_writable(trainer, path, "Choose another path for the event log with log=, or log=None.")
-        self.events.path = Path(path) if path is not None else None
+        self.events.path = located(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,

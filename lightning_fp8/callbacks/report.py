@@ -19,6 +19,7 @@ from lightning_fp8.callbacks._directory import check_writable, run_directory
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
+from lightning_fp8.files import located, write_text
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.history import ThinnedHistory, capacity_for, rows_of
 from lightning_fp8.recipes import ROLES, Recipe
@@ -41,7 +42,8 @@ class FP8Report(LayerCallback):
     Values are those of rank 0, which writes it.
 
     Args:
-        path: of the page; ``None``: ``fp8-report.html`` in the Trainer's log directory.
+        path: of the page, or its address where fsspec reaches (``s3://...``); ``None``: ``fp8-report.html`` in the
+            Trainer's log directory.
         every_n_steps: optimizer steps between readings.
         history: readings kept, thinned as the run grows.
         max_layers: layers in the page at most: those with the least headroom.
@@ -68,12 +70,12 @@ class FP8Report(LayerCallback):
         check_number(whole=True, least=1, every_n_steps=every_n_steps, max_layers=max_layers)
         check_number(whole=True, least=2, history=history)
         check_text(title=title)
-        self.path = Path(path) if path is not None else None
+        self.path = located(path) if path is not None else None
         self.every_n_steps = every_n_steps
         self.history = history
         self.max_layers = max_layers
         self.title = title
-        self._default_path: Path | None = None
+        self._default_path: Path | str | None = None
         self._names: list[str] = []
         self._layers: ThinnedHistory | None = None
         self._curves = _curves(history)
@@ -84,7 +86,7 @@ class FP8Report(LayerCallback):
         self._facts: list[tuple[str, str]] = []
         self._decisions: list[Any] = []
 
-    def write(self, trainer: pl.Trainer, path: str | os.PathLike[str] | None = None) -> Path:
+    def write(self, trainer: pl.Trainer, path: str | os.PathLike[str] | None = None) -> Path | str:
         """Write the page now; on rank 0, within a fit or after it.
 
         Args:
@@ -110,7 +112,7 @@ class FP8Report(LayerCallback):
             return
         path = self.path
         if path is None:
-            path = self._default_path = Path(run_directory(trainer), PAGE_NAME)
+            path = self._default_path = located(os.path.join(run_directory(trainer), PAGE_NAME))
         check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
 
     def _forget(self) -> None:
@@ -179,18 +181,13 @@ class FP8Report(LayerCallback):
 
     # The page
 
-    def _write(self, trainer: pl.Trainer, state: str, failed: bool, path: str | os.PathLike[str] | None = None) -> Path:
-        target = Path(path) if path is not None else self.path or self._default_path
+    def _write(
+        self, trainer: pl.Trainer, state: str, failed: bool, path: str | os.PathLike[str] | None = None
+    ) -> Path | str:
+        target = located(path) if path is not None else self.path or self._default_path
         if target is None:
             raise RuntimeError("The log directory of a run is known from the beginning of its fit on: give a path.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Readers never see half a page.
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            draft.write_text(self._page(trainer, state, failed).html(), encoding="utf-8")
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_text(target, self._page(trainer, state, failed).html())
         return target
 
     def _page(self, trainer: pl.Trainer, state: str, failed: bool) -> Page:

@@ -8,10 +8,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from lightning_fp8.checks import check_number
+from lightning_fp8.files import append_text, located, read_text
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class EventLog:
     Where a line cannot be written, a warning says so, the file ends there, and ``path`` is None.
 
     Args:
-        path: of the file, appended to; None: nothing is written, only counted.
+        path: of the file, appended to, or its address where fsspec reaches; None: nothing is written, only counted.
         writes: whether this process writes (rank 0 does).
 
     Attributes:
@@ -36,7 +36,7 @@ class EventLog:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, writes: bool = True) -> None:
-        self.path = Path(path) if path is not None else None
+        self.path = located(path) if path is not None else None
         self.writes = writes
         self.counts: Counter[str] = Counter()
         self.recent: list[dict[str, Any]] = []
@@ -48,9 +48,7 @@ class EventLog:
         self.recent = [*self.recent[-RECENT + 1 :], line]
         if self.writes and self.path is not None:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                append_text(self.path, json.dumps(line) + "\n")
             except OSError as error:
                 # A line that was cut off can be read over only at the end.
                 log.warning("The event log %s ends here, for it cannot be written: %s", self.path, error)
@@ -77,7 +75,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         FileNotFoundError: where there is no such file.
         ValueError: where another line is no event.
     """
-    lines = Path(path).read_text().splitlines()
+    lines = read_text(path).splitlines()
     events = []
     for number, line in enumerate(lines, 1):
         try:

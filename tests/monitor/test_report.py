@@ -18,8 +18,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from monitor_models import EXECUTED, Fault, Net, Plant, StepsByHand, batches, make_trainer, precision
 
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 from lightning_fp8.callbacks.report import FP8Report
-from lightning_fp8.recovery.events import EventLog
+from lightning_fp8.files import read_text
+from lightning_fp8.recovery.events import EventLog, read_events
 from lightning_fp8.report.colors import ALARM, MISSING, SCALE, colorize, heat_map
 from lightning_fp8.report.page import Event, Maps, Page, Series
 from lightning_fp8.selection import Decision
@@ -144,7 +146,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_training(
         page.parent.touch()
         named = f"{page.parent} is no directory"
     else:
-        monkeypatch.setattr("lightning_fp8.callbacks._directory.os.access", lambda path, mode: path != tmp_path)
+        monkeypatch.setattr("lightning_fp8.files.os.access", lambda path, mode: path != tmp_path)
     model = Net()
     with pytest.raises(MisconfigurationException, match=re.escape(named)):
         make_trainer([FP8Report(page)], 1, precision()).fit(model, batches(1))
@@ -190,6 +192,17 @@ def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
     assert "At step 2." in states[1]
     assert (tmp_path / "fp8-report.html").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_log_directory_may_be_remote() -> None:
+    """The page and recovery's log go where checkpoints go, in text and back."""
+    root = "memory://bucket/run"
+    report, recovery = FP8Report(every_n_steps=1), SkipBatchRecovery(skip_batches=[(0, 1)])
+    make_trainer([report, recovery], 3, precision(), default_root_dir=root).fit(Net(), batches(4))
+    assert "FP8 training report" in words(read_text(f"{root}/fp8-report.html"))
+    assert [event["event"] for event in read_events(f"{root}/recovery.jsonl")] == ["rejected"]
+    with pytest.raises(MisconfigurationException, match="nowhere"):
+        make_trainer([FP8Report("nowhere://page.html")], 1, precision()).fit(Net(), batches(1))
 
 
 def test_only_the_layers_with_the_least_headroom_when_there_is_no_room(tmp_path: Path) -> None:

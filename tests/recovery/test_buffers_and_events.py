@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from torch import nn
 
-from lightning_fp8.callbacks._directory import why_not_writable
+from lightning_fp8.files import why_not_writable
 from lightning_fp8.recovery.buffers import MovedBuffers
-from lightning_fp8.recovery.events import EventLog, read_events, rejected_batches
+from lightning_fp8.recovery.events import EventLog, batches_to_leave_out, read_events, rejected_batches
 
 
 class Counting(nn.Module):
@@ -168,11 +170,41 @@ def test_what_keeps_a_log_from_being_written_is_told(tmp_path, monkeypatch):
         assert why_not_writable(path) is None
     assert not (tmp_path / "new").exists()
     assert why_not_writable(tmp_path) == "it is a directory"
-    for remote in ("s3://bucket/log.jsonl", Path("s3://bucket/log.jsonl"), "memory://log.jsonl"):
-        assert why_not_writable(remote) == "it is no path of this machine"
+    assert why_not_writable("memory://log.jsonl") is None
+    monkeypatch.setitem(known_implementations, "cloud", {"class": "missing.CloudFiles", "err": "Install cloudfs"})
+    assert why_not_writable("cloud://bucket/log.jsonl") == "Install cloudfs"
+    assert "nowhere" in why_not_writable("nowhere://log.jsonl")
+    assert "give it as text" in why_not_writable(Path("s3://bucket/log.jsonl"))
     assert "there.jsonl is no directory" in why_not_writable(tmp_path / "there.jsonl" / "deep" / "log.jsonl")
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
     assert "may not be written to" in why_not_writable(tmp_path / "log.jsonl")
+
+
+def test_a_log_may_lie_where_fsspec_reaches():
+    address = "memory://bucket/deep/recovery.jsonl"
+    for step, log in enumerate([EventLog(address), EventLog(address)]):  # The second goes on after the first.
+        log.add("rejected", epoch=0, batches=[step])
+        log.add("rewind")
+        assert log.path == address
+    assert [event["event"] for event in read_events(address)] == ["rejected", "rewind"] * 2
+    assert batches_to_leave_out(address) == {(0, 0), (0, 1)}
+    with pytest.raises(FileNotFoundError):
+        read_events("memory://bucket/none.jsonl")
+
+
+def test_a_remote_log_that_cannot_be_written_ends(monkeypatch, caplog):
+    """Whatever exceptions its file system has."""
+
+    class Denied(Exception):
+        pass
+
+    def deny(self, *args, **kwargs):
+        raise Denied("no rights")
+
+    log = EventLog("memory://bucket/denied.jsonl")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", deny)
+    log.add("rejected", epoch=0, batches=[1])
+    assert log.path is None and "Denied: no rights" in caplog.text and log.counts == {"rejected": 1}
 
 
 def test_a_broken_log_is_refused(tmp_path):
