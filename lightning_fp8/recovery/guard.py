@@ -37,6 +37,7 @@ from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values, world_size
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
+from lightning_fp8.recovery.pending import PendingVerdict
 from lightning_fp8.recovery.spikes import Thresholds
 from lightning_fp8.recovery.verdict import (
     IDLE,
@@ -125,7 +126,7 @@ class StepGuard:
         self._left_out = False
         self._loss_expected = True
         self._unhealthy: Tensor | None = None
-        self._pending: list[_Pending] = []
+        self._pending: list[PendingVerdict] = []
         self._window = 0
 
     def _judge(self, optimizer: Optimizer) -> Judge:
@@ -239,7 +240,7 @@ class StepGuard:
         batch = torch.stack(self._batches).sum() if self._batches else None
         rejected = REJECTED if self._left_out else self._rejected
         self.flag = judge.judge(loss, batch, amax, last_amax, rejected, self._unhealthy)
-        pending = _Pending(judge.layout, self.flag, judge.message, judge.scores, context, self._window)
+        pending = PendingVerdict(judge.layout, self.flag, judge.message, judge.scores, context, self._window)
         if self.fast and not self._first_step(index):
             self._skip_on_device(optimizer)
             self.accepted = None
@@ -297,7 +298,7 @@ class StepGuard:
         self._pending = [pending for pending in self._pending if pending.rejected()]
         self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
 
-    def _finding(self, pending: _Pending) -> Finding | None:
+    def _finding(self, pending: PendingVerdict) -> Finding | None:
         if not pending.rejected():
             return None
         details = pending.message.cpu(), pending.scores.cpu()
@@ -368,43 +369,9 @@ class StepGuard:
         """Go on where ``state`` was."""
         for judge, statistics in zip(self.judges, state["statistics"], strict=False):
             judge.statistics.load_state_dict(statistics)
-        self._pending = [_Pending(**{**pending, "layout": Layout(**pending["layout"])}) for pending in state["pending"]]
-
-
-class _Pending:
-    """A verdict on its way to the host."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        flag: Tensor,
-        message: Tensor,
-        scores: Tensor,
-        context: dict[str, Any],
-        window: int,
-        late: bool = True,
-    ) -> None:
-        self.layout, self.flag, self.message, self.scores, self.context = layout, flag, message, scores, context
-        self.window, self.late = window, late
-        self._copied: torch.cuda.Event | None = None
-
-    def copy_flag(self) -> None:
-        """Begin the copy of the flag."""
-        if self.flag.is_cuda:
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self.flag = host.copy_(self.flag, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
-
-    def rejected(self) -> bool:
-        """Waits for the flag."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return bool(self.flag)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values but the window, and tensors on the CPU."""
-        tensors = {"flag": torch.tensor(self.rejected()), "message": self.message.cpu(), "scores": self.scores.cpu()}
-        return {"layout": self.layout.state_dict(), **tensors, "context": self.context, "late": self.late}
+        self._pending = [
+            PendingVerdict(**{**pending, "layout": Layout(**pending["layout"])}) for pending in state["pending"]
+        ]
 
 
 def _with_momentum(optimizer: Optimizer) -> list[Tensor]:
