@@ -112,8 +112,8 @@ def fit(model: Module, strategy: Any, *, ckpt_path: Any = None, **options: Any) 
     return run
 
 
-def ddp() -> DDPStrategy:
-    return DDPStrategy(process_group_backend=dist.get_backend())
+def ddp(**options: Any) -> DDPStrategy:
+    return DDPStrategy(process_group_backend=dist.get_backend(), **options)
 
 
 def model_parallel(tensor: int = 1) -> ModelParallelStrategy:
@@ -193,6 +193,24 @@ def error_feedback_resumes(rank: int, world: int) -> None:
     dist.barrier()
     fit(forgetful, ddp(), max_epochs=2, ckpt_path=other, **options())
     assert mean_losses(forgetful)[1:] != mean_losses(resumed)[1:]
+
+
+def ddp_resumes_bit_for_bit_where_buckets_stay(rank: int, world: int) -> None:
+    """DDP that looks for unused parameters keeps the buckets it began with."""
+    path = folder() / f"buckets-{world}.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, module) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    whole, resumed = Module(), Module()
+    for model, start in ((whole, None), (resumed, path)):
+        callbacks = [FP8Communication(min_numel=0, error_feedback=True, stochastic=True), Save()]
+        fit(model, ddp(find_unused_parameters=True), max_epochs=2, callbacks=callbacks, ckpt_path=start)
+    assert torch.equal(torch.stack(resumed.losses), torch.stack(whole.losses)[4:])
+    for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def skipped_steps_drop_residuals(rank: int, world: int) -> None:
@@ -462,6 +480,7 @@ CHECKS = [
     a_link_too_fast_for_fp8_changes_nothing,
     a_model_without_fp8_layers_trains,
     error_feedback_resumes,
+    ddp_resumes_bit_for_bit_where_buckets_stay,
     skipped_steps_drop_residuals,
     fsdp1_trains_in_fp8,
     fsdp2_trains_and_resumes,
