@@ -15,7 +15,7 @@ from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Source, keep_faster
 from lightning_fp8.tuning.peaks import Peak
-from lightning_fp8.tuning.table import step_milliseconds
+from lightning_fp8.tuning.shares import Place, shares_of_step
 
 # The rest of a step, as it was on one H200 in a stack of eight Llama-3-8B blocks (2 x 8192 tokens, compiled, bf16,
 # fused AdamW): 366 ms, of which 262 for products, 66 attention, 25 pointwise and reductions, 11 the optimizer.
@@ -42,7 +42,8 @@ class LayerAdvice:
         in_features: of the layer.
         out_features: of the layer.
         tokens: rows of its input.
-        bf16_ms: forward and backward in bf16, on the GPU, or what the host needs to issue them, where that is more.
+        bf16_ms: forward and backward in bf16, on the GPU, or what the host needs to issue them, where the GPU waits for
+            it.
         fp8_ms: the same in FP8; ``None`` where it cannot run in FP8.
         fp8: whether it should.
         reason: why, or why not.
@@ -150,20 +151,24 @@ def advise(
     advice = []
     candidates = LayerSelection().decide(model, recipe)
     possible = {decision.name for decision in candidates if decision.converted}
+    places = {
+        name: Place(rows[name], layer.in_features, layer.out_features, compiled)
+        for name, layer in layers.items()
+        if rows[name]
+    }
+    shares = shares_of_step(source.times, source.variant, {n: place for n, place in places.items() if n in possible})
     for decision in keep_faster(candidates, model, source, max(tokens, 1), compiled):
-        layer, count = layers[decision.name], rows[decision.name]
-        where = (count, layer.in_features, layer.out_features, compiled)
-        bf16 = step_milliseconds(source.times, "bf16", *where) if count else 0.0
-        fp8 = step_milliseconds(source.times, source.variant, *where) if count and decision.name in possible else None
+        layer, count, share = layers[decision.name], rows[decision.name], shares.get(decision.name)
+        alone = source.times.milliseconds("bf16", *places[decision.name][:3]) if count and not share else 0.0
         advice.append(
             LayerAdvice(
                 decision.name,
                 layer.in_features,
                 layer.out_features,
                 count,
-                bf16,
-                fp8,
-                decision.converted and fp8 is not None,
+                share.bf16 if share else alone,
+                share.fp8 if share else None,
+                decision.converted and share is not None,
                 decision.reason if count else "did not run",
             )
         )

@@ -17,13 +17,11 @@ from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 from lightning_fp8.selection import Decision, in_compiled, linear_layers
 from lightning_fp8.tuning.layers import measure_host, measure_layer
-from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, Times, shipped_tables, step_milliseconds
+from lightning_fp8.tuning.shares import Place, shares_of_step
+from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, Times, shipped_tables
 
 #: Tokens a step and GPU where nobody says otherwise.
 DEFAULT_TOKENS = 8192
-#: What a layer must gain to become FP8. A gain within the noise of the measurement (a few percent from run to run on an
-#: H200) is none, and rounding to FP8 is not for nothing.
-LEAST_SPEEDUP = 1.05
 
 
 class Chosen(NamedTuple):
@@ -122,32 +120,24 @@ def keep_faster(
         compiled: whether layers run in compiled code; ``None``: those that lie in a module which is compiled.
     """
     layers, in_graphs = linear_layers(model), in_compiled(model)
+    candidates = {d.name: layers[d.name] for d in decisions if d.converted and not is_lazy(layers[d.name].weight)}
+    places = {
+        name: Place(tokens, layer.in_features, layer.out_features, layer in in_graphs if compiled is None else compiled)
+        for name, layer in candidates.items()
+    }
+    shares = shares_of_step(source.times, source.variant, places)
 
     def judge(decision: Decision) -> Decision:
-        layer = layers[decision.name]
-        if not decision.converted or is_lazy(layer.weight):
+        share = shares.get(decision.name)
+        if share is None:
             return decision
-        in_graph = layer in in_graphs if compiled is None else compiled
-        gain = speedup(source, tokens, layer.in_features, layer.out_features, in_graph)
-        if gain < LEAST_SPEEDUP:
-            waits = _host_bound(source, tokens, layer, in_graph)
-            limit = "; the host's time to issue it counts too" if waits else ""
-            reason = f"FP8 would not be faster: x{gain:.2f} against bf16{limit}"
-            return replace(decision, converted=False, reason=reason)
-        return replace(decision, reason=f"{decision.reason}, x{gain:.2f} against bf16")
+        gain = f"x{share.speedup:.2f} against bf16"
+        if share.gains:
+            return replace(decision, reason=f"{decision.reason}, {gain}")
+        limit = "; the host's time to issue it counts too" if share.host_bound else ""
+        return replace(decision, converted=False, reason=f"FP8 would not be faster: {gain}{limit}")
 
     return [judge(decision) for decision in decisions]
-
-
-def speedup(source: Source, tokens: int, in_features: int, out_features: int, compiled: bool) -> float:
-    """How many times faster than in bf16 the layer is in FP8, where the host has to issue it as well."""
-    where = (tokens, in_features, out_features, compiled)
-    return step_milliseconds(source.times, "bf16", *where) / step_milliseconds(source.times, source.variant, *where)
-
-
-def _host_bound(source: Source, tokens: int, layer: nn.Linear, compiled: bool) -> bool:
-    gpu = source.times.milliseconds(source.variant, tokens, layer.in_features, layer.out_features)
-    return gpu < source.times.host_milliseconds(source.variant, compiled)
 
 
 def times_on(device: torch.device, recipe: Recipe, backend: Backend) -> Source:

@@ -34,17 +34,6 @@ class Times(Protocol):
         """What the host needs to issue it, in eager mode or in a compiled model, whatever its size."""
 
 
-def step_milliseconds(
-    times: Times, variant: str, tokens: int, in_features: int, out_features: int, compiled: bool
-) -> float:
-    """A layer's share of a step: the GPU's time, but no less than what the host needs to issue it.
-
-    A layer that the GPU finishes sooner leaves the GPU waiting, and FP8 has more to issue than bf16 has.
-    """
-    gpu = times.milliseconds(variant, tokens, in_features, out_features)
-    return max(gpu, times.host_milliseconds(variant, compiled))
-
-
 @dataclass
 class LayerTable:
     """Milliseconds of forward and backward of one linear layer, on one kind of GPU.

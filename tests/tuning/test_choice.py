@@ -30,7 +30,8 @@ from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
 from lightning_fp8.model import conversions
 from lightning_fp8.recipes import get_recipe
 from lightning_fp8.tuning import choice
-from lightning_fp8.tuning.choice import LEAST_SPEEDUP, Source, keep_faster, speedup, times_on, variant_in
+from lightning_fp8.tuning.choice import Source, keep_faster, times_on, variant_in
+from lightning_fp8.tuning.shares import Place, shares_of_step
 from lightning_fp8.tuning.table import MeasuredTimes
 from tests.tuning import choice_ranks
 from tests.tuning.tables import Known, PretendNative, SlowHost, made_up_table
@@ -358,7 +359,8 @@ def test_measuring_leaves_random_numbers_alone_and_its_times_decide(
     convert_model(model, recipe, tokens=8192)
     # What was measured is on disk. Which layers gain depends on what else runs on the GPU.
     source = times_on(torch.device("cuda"), recipe, NativeBackend())
-    gains = {name: speedup(source, 8192, width, width, compiled=False) for name, width in widths.items()}
-    assert conversions(model)[0].converted == [name for name, gain in gains.items() if gain >= LEAST_SPEEDUP]
+    places = {name: Place(8192, width, width, compiled=False) for name, width in widths.items()}
+    shares = shares_of_step(source.times, source.variant, places)
+    assert conversions(model)[0].converted == [name for name, share in shares.items() if share.gains]
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert "measurements on this machine" in conversions(model)[0].summary()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, grid, shipped_tables, step_milliseconds
+from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, grid, shipped_tables
 from tests.tuning.tables import made_up_table
 
 sizes = st.integers(16, 40000)
@@ -53,14 +53,6 @@ def test_beyond_the_most_work_time_follows_the_work(tokens: int, in_features: in
 @given(sizes, sizes, sizes)
 def test_any_size_has_a_time(tokens: int, in_features: int, out_features: int) -> None:
     assert made_up_table().milliseconds("delayed", tokens, in_features, out_features) > 0
-
-
-def test_no_layer_takes_less_than_its_host() -> None:
-    table = made_up_table(fp8_host=0.3)
-    assert step_milliseconds(table, "delayed", 1024, 256, 256, compiled=False) == 0.3
-    assert step_milliseconds(table, "delayed", 1024, 256, 256, compiled=True) == 0.075
-    large = 65536, 4096, 4096
-    assert step_milliseconds(table, "delayed", *large, compiled=False) == table.milliseconds("delayed", *large)
 
 
 def test_shipped_tables_are_whole() -> None:
