@@ -79,12 +79,16 @@ def check_text(**settings: Any) -> None:
 
 
 def check_path(**settings: Any) -> None:
-    """Look whether settings are paths or ``None``.
+    """Look whether settings are paths of files or ``None``.
 
     Raises:
         TypeError: one is neither.
+        ValueError: one names a directory.
     """
     _check("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike)), settings)
+    for name, value in settings.items():
+        if isinstance(value, str) and value.endswith(("/", os.sep)):
+            raise ValueError(f"{name}={value!r} names a directory: give the path of a file in it.")
 
 
 def check_function(of: str, **settings: Any) -> None:

@@ -108,3 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return code
     FP8CLI(args)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

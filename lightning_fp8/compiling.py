@@ -89,7 +89,7 @@ def compile_options(
         passes[_RECOMPUTE] = _recompute_transposed(recompute == "cheap")
     merged = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
     for name in passes:
-        if merged.get(name) is not None:
+        if merged.get(name) not in (None, passes[name]):
             raise ValueError(
                 f"options[{name!r}] is where a pass of lightning_fp8 goes: make yours {_INSTEAD[name]}, or compile "
                 "with torch.compile."

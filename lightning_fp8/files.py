@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,10 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     place = located(path)
     if isinstance(place, str):
         try:
-            _remote(place)
-        except (ImportError, ValueError) as error:
-            return str(error)
-        return None
+            files, name = _remote(place)
+            return "it is a directory" if files.isdir(name) else None
+        except Exception as error:  # An unknown protocol, a missing package, credentials: each has its own.
+            return str(error) or type(error).__name__
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)):
         return "a pathlib.Path holds no address, for it has lost a slash: give it as text"
     try:
@@ -72,6 +73,28 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         draft.replace(place)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def local_copy(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file or directory on this machine: itself, or a copy that lasts as long as the context.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read.
+    """
+    place = located(path)
+    if isinstance(place, Path):
+        yield place
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        with _as_os_errors():
+            files, name = _remote(place)
+            if not files.exists(name):
+                raise FileNotFoundError(f"{path} does not exist.")
+            files.get(name, str(copy), recursive=True)
+        yield copy
 
 
 def append_text(path: str | os.PathLike[str], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,17 @@ from lightning_fp8.cli_errors import one_line
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("module", ["lightning_fp8", "lightning_fp8.cli"])
+def test_modules_are_the_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "doctor"])
+    monkeypatch.delitem(sys.modules, module)  # Else runpy warns that it is there already.
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(module, run_name="__main__")
+    assert "emulated" in capsys.readouterr().out
 
 
 @pytest.fixture

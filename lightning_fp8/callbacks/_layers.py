@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.host_copy import HostCopy
-from lightning_fp8.statistics import AMAX
+from lightning_fp8.recipes import ROLES
+from lightning_fp8.statistics import AMAX, NOT_SEEN
 from lightning_fp8.telemetry import Telemetry
 
 
@@ -134,6 +135,9 @@ class LayerCallback(Callback):
             before, self._window = self._window, self.telemetry.read()
             if before is not None:
                 self._window[..., AMAX] = torch.maximum(self._window[..., AMAX], before[..., AMAX])
+        if self._window is not None and any(getattr(c, "told_to_reject", False) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            # recovery.reject(loss) makes gradients NaN, so that all ranks take part in a backward that is thrown away.
+            self._window[:, ROLES.index("grad_output"), AMAX] = NOT_SEEN
 
     @torch.no_grad()
     def on_train_batch_end(

@@ -159,6 +159,11 @@ class SkipBatchRecovery(Callback):
         self._running().reject_where(flag)
 
     @property
+    def told_to_reject(self) -> bool:
+        """Whether the step that runs is left out by the user's own word, on this rank: monitors look away."""
+        return self.guard is not None and self.guard.told_to_reject
+
+    @property
     def accepted(self) -> bool | None:
         """Whether the last optimizer step was taken; None where that is not known yet (fast mode).
 
@@ -197,7 +202,8 @@ class SkipBatchRecovery(Callback):
             )
         path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
         if path is not None:
-            check_writable(trainer, path, "Choose another path for the event log with log=, or log=None.")
+            remedy = "Choose another path for the event log with log=, or log=None."
+            check_writable(trainer, path, remedy, begin=True)
         self.events.path = located(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
         self._releases = [

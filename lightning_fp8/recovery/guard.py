@@ -88,6 +88,7 @@ class StepGuard:
         flag: bool ``[]`` on the device: the last step was rejected.
         fp8: the model's FP8 layers.
         loss_scaled: a dynamic loss scale is used: it is lowered when gradients overflow.
+        told_to_reject: since :meth:`begin` this rank's caller has left the step out: NaN in it is no fault.
 
     Raises:
         ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale; an optimizer that
@@ -125,6 +126,7 @@ class StepGuard:
         self._rejected = 0
         self._left_out = False
         self._loss_expected = True
+        self.told_to_reject = False
         self._unhealthy: Tensor | None = None
         self._pending: list[PendingVerdict] = []
         self._window = 0
@@ -161,7 +163,7 @@ class StepGuard:
         self._loss_expected = loss_expected
         self._buffers.remember()
         self._losses, self._rejected, self._unhealthy = [], 0, None
-        self._batches, self._left_out = [], False
+        self._batches, self._left_out, self.told_to_reject = [], False, False
 
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
@@ -181,7 +183,7 @@ class StepGuard:
         Returns:
             ``loss`` as NaN, with a NaN gradient on every path, so that this rank takes part in backward like any other.
         """
-        self._rejected = REJECTED
+        self._rejected, self.told_to_reject = REJECTED, True
         return loss * float("nan")
 
     def reject_where(self, flag: Tensor) -> None:
@@ -190,7 +192,7 @@ class StepGuard:
 
     def reject_step(self) -> None:
         """Leave this step out, that of every optimizer; backward may run or not."""
-        self._left_out = True
+        self._left_out = self.told_to_reject = True
 
     @torch.no_grad()
     def give_up(self) -> None:
@@ -326,11 +328,16 @@ class StepGuard:
             dist.all_reduce(message, dist.ReduceOp.MAX)
         seen = [seen_value(entry) for entry in message.cpu()]
         ranks = tuple(rank for rank in range(self.ranks) if not math.isfinite(seen[len(names) + rank]))
-        return [
-            Culprit("nonfinite", name, "weight", value, ranks)
-            for name, value in zip(names, seen, strict=False)
-            if not math.isfinite(value)
-        ]
+        culprits = [index for index in range(len(names)) if not math.isfinite(seen[index])]
+        if not culprits:
+            return []
+        # Not the norm: that of finite weights may not be finite.
+        largest = [floating[index].abs().amax() if floating[index].numel() else norms[index] for index in culprits]
+        message = for_message(torch.stack([amax.to(self.device, torch.float32) for amax in largest]))
+        if self.ranks > 1 and not alone:
+            dist.all_reduce(message, dist.ReduceOp.MAX)
+        amaxes = [seen_value(entry) for entry in message.cpu()]
+        return [Culprit("nonfinite", names[i], "weight", amax, ranks) for i, amax in zip(culprits, amaxes, strict=True)]
 
     def _loss(self, judge: Judge) -> Tensor | None:
         if not self._losses:

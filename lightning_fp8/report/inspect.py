@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fp8.checks import first_line
 from lightning_fp8.cli_errors import CommandParser
+from lightning_fp8.files import local_copy
 from lightning_fp8.formats import E4M3
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
@@ -94,11 +95,17 @@ class Inspection:
 def inspect_checkpoint(path: str | Path) -> Inspection:
     """Read a checkpoint of the Trainer's or Fabric's, or weights alone: a file, or a distributed one's directory.
 
+    A remote one (``s3://...``) is fetched first, to where temporary files go.
+
     Raises:
         FileNotFoundError: there is none.
         ValueError: it cannot be read, or holds neither FP8 state nor weights.
     """
-    checkpoint = _load(Path(path))
+    with local_copy(path) as copy:
+        return _inspect(_load(copy), path)
+
+
+def _inspect(checkpoint: Mapping[str, Any], path: str | Path) -> Inspection:
     rows: list[Row] = []
     recipes: list[str] = []
     notes: list[str] = []
@@ -139,7 +146,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(args)
     try:
         inspection = inspect_checkpoint(parsed.checkpoint)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.exit(1, f"lightning-fp8 inspect: {error}\n")
     print(inspection.text(None if parsed.all else 40))
     return 0

@@ -250,6 +250,24 @@ def test_beside_recovery_every_fault_is_one_event_and_one_skip(monitor_first: bo
     assert monitor._health is not None and (monitor._health.count[:, 0] == 10).all()
 
 
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_what_the_user_rejects_is_no_event(monitor_first: bool) -> None:
+    """recovery.reject(loss) makes gradients NaN by the user's own word; a fault in another step is one all the same."""
+    recovery, monitor, amaxes = SkipBatchRecovery(log=None), FP8HealthMonitor(), AmaxMonitor(every_n_steps=1)
+
+    class Rejects(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return recovery.reject(loss) if batch_idx == 4 else loss
+
+    pair = [monitor, amaxes, recovery] if monitor_first else [recovery, monitor, amaxes]
+    fault = Plant(Fault(7, MIDDLE, "grad_output", math.nan))
+    trainer = fit(fault, *pair, steps=9, plugin=precision(), model=Rejects())
+    assert trainer.global_step == 9
+    assert [(event.kind, event.step, event.layer) for event in monitor.events] == [("nonfinite", 7, MIDDLE)]
+    assert [event["step"] for event in recovery.events.recent if event["event"] == "rejected"] == [4, 7]
+
+
 def test_evaluation_sanity_checks_and_accumulation_do_not_disturb() -> None:
     monitor = FP8HealthMonitor()
     trainer = make_trainer(

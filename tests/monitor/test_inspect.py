@@ -75,6 +75,22 @@ def test_scales_far_too_small(tmp_path: Path) -> None:
     assert not row(rows, "blocks.0", "input").risks
 
 
+def test_a_remote_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = "memory://bucket/run/last.ckpt"
+    trainer = make_trainer([], 2, precision())
+    trainer.fit(Net(), batches(2))
+    trainer.save_checkpoint(address)
+    trainer.save_checkpoint(tmp_path / "here.ckpt")
+    assert inspect_checkpoint(address) == inspect_checkpoint(tmp_path / "here.ckpt")
+    for wrong, told in (
+        ("memory://bucket/none.ckpt", "memory://bucket/none.ckpt does not exist"),
+        ("nope://x", "nope"),
+    ):
+        with pytest.raises(SystemExit):
+            main([wrong])
+        assert told in capsys.readouterr().err
+
+
 def test_events_of_the_health_monitor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "a.ckpt", 5, precision(), FP8HealthMonitor(), Plant(Fault(2, "late", "input", math.nan)))
     assert main([str(tmp_path / "a.ckpt")]) == 0

@@ -255,6 +255,7 @@ def test_readings_where_a_batch_takes_several_steps_and_after_a_resume(tmp_path:
         ({"max_layers": 0}, "max_layers must be at least 1, got 0"),
         ({"max_layers": 2.0}, "max_layers must be a whole number"),
         ({"path": 5}, "path must be a path or None, got 5"),
+        ({"path": "pages/"}, "names a directory"),
         ({"title": 5}, "title must be text, got 5"),
         ({"title": None}, "title must be text, got None"),
     ],

@@ -171,6 +171,8 @@ def test_what_keeps_a_log_from_being_written_is_told(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
     assert why_not_writable(tmp_path) == "it is a directory"
     assert why_not_writable("memory://log.jsonl") is None
+    EventLog("memory://folder/log.jsonl").add("rewind")
+    assert why_not_writable("memory://folder") == "it is a directory"
     monkeypatch.setitem(known_implementations, "cloud", {"class": "missing.CloudFiles", "err": "Install cloudfs"})
     assert why_not_writable("cloud://bucket/log.jsonl") == "Install cloudfs"
     assert "nowhere" in why_not_writable("nowhere://log.jsonl")

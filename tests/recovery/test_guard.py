@@ -332,7 +332,13 @@ def test_bad_weights_are_named():
     assert guard.bad_weights() == []
     with torch.no_grad():
         model[3].weight[0, 0] = 1e30
-    assert [(c.where, c.role, c.ranks) for c in guard.bad_weights()] == [("3.weight", "weight", (0,))]
+    # A finite weight whose square is not is told as what it is.
+    (culprit,) = guard.bad_weights()
+    assert (culprit.where, culprit.role, culprit.ranks) == ("3.weight", "weight", (0,))
+    assert culprit.value == pytest.approx(1e30)
+    with torch.no_grad():
+        model[3].weight[0, 1] = math.nan
+    assert math.isnan(guard.bad_weights()[0].value)
 
 
 def test_fast_is_refused_where_it_cannot_be():

@@ -10,6 +10,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
@@ -760,6 +761,25 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path, name):
     with pytest.raises(MisconfigurationException, match=r"director.*Choose another path for the event log"):
         fit(tmp_path, [recovery(log=tmp_path / name)], model=model)
     assert not model.losses and "training_step" not in model.__dict__
+
+
+def test_a_log_is_made_before_training(tmp_path, monkeypatch):
+    """Empty after a clean run, and what keeps it from being made is told beforehand."""
+    path = tmp_path / "logs" / "log.jsonl"
+    fit(tmp_path, [recovery(log=path)], max_steps=2)
+    assert read_events(path) == [] and SkipBatchRecovery(skip_batches=path).skip_batches == set()
+
+    def deny(self, *args, **kwargs):
+        raise RuntimeError("no rights")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", deny)
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=r"RuntimeError: no rights.*Choose another path"):
+        fit(tmp_path, [recovery(log="memory://bucket/log.jsonl")], model=model)
+    assert not model.losses
+    for directory in ("logs/", "memory://"):
+        with pytest.raises(ValueError, match="names a directory"):
+            SkipBatchRecovery(log=directory)
 
 
 def test_a_log_that_can_no_longer_be_written_is_warned_of_once(tmp_path, caplog):
