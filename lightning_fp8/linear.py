@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,6 +16,9 @@ from lightning_fp8.amaxes import watched_linear
 from lightning_fp8.ops import GemmLibrary, LinearCasts, scaled_linear
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.scaling import ScalingState
+
+#: Updates of a weight without a step that nobody means. Weights that are loaded or averaged in between are fewer.
+MOST_UPDATES = 20
 
 
 class Float8State:
@@ -51,6 +55,8 @@ class Float8State:
         self.enabled = True
         recipe = scaling.recipe
         self.gathered_weight: Tensor | None = None
+        # The weight's version at the last forward, the steps until then, and updates of the weight without a step.
+        self._seen = (-1, 0, 0)
         stored = recipe.source != "data"
         self.training_casts = LinearCasts.of(recipe, stored, gemm, recompute_weight_cast)
         # Evaluation scales each tensor from its own data and records nothing.
@@ -85,6 +91,25 @@ class Float8State:
         if not weight.is_meta:
             self.scaling.to(weight.device)
             self.link()
+
+    def look_for_steps(self, weight: Tensor) -> None:
+        """Warn, once for all layers, where weights are updated again and again and nobody says that a step is over.
+
+        Compiled code does not look.
+        """
+        if torch.compiler.is_compiling() or self.scaling.history is None or weight.is_inference():
+            return
+        version, steps, updates = self._seen
+        if weight._version != version:
+            updates = updates + 1 if steps == self.scaling.steps and version >= 0 else 0
+            self._seen = (weight._version, self.scaling.steps, updates)
+            if updates == MOST_UPDATES and not self.scaling.warned:
+                self.scaling.warned = True
+                warnings.warn(
+                    f"The weight of {self.name!r} was updated {updates} times, and the scales of FP8 layers have not "
+                    "moved: call lightning_fp8.step(model) after each optimizer step (the Trainer and Fabric do).",
+                    stacklevel=4,
+                )
 
     def link(self) -> None:
         """Take the slots anew, after the table moved."""
@@ -135,6 +160,8 @@ class Float8Linear(nn.Linear):
         autocast = torch.is_autocast_enabled(device_type)
         if not fp8.enabled or (fp8.autocast_only and not autocast):
             return self.multiply_uncast(input, weight, bias)
+        if self.training:
+            fp8.look_for_steps(weight)
         if input.is_nested:
             return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype

@@ -31,6 +31,8 @@ class ScalingState:
         history: amaxes of past steps, fp32 ``[layers, 3, amax_history_len]``, a ring with a position of its own for
             every layer and role, so that layers that did not run keep theirs; ``None`` unless the recipe has one.
         position: int64 ``[layers, 3]``, where the next amax goes.
+        steps: how often :meth:`step` was called in this process.
+        warned: whether somebody was told that it is not called.
     """
 
     def __init__(self, recipe: Recipe, table: StatisticsTable) -> None:
@@ -38,6 +40,8 @@ class ScalingState:
         self.table = table
         self.history: Tensor | None = None
         self.position: Tensor | None = None
+        self.steps = 0
+        self.warned = False
         # Kept on the device: making it anew each step would wait for the copy.
         self._format_maxima = _format_maxima(recipe, table.device)
         if isinstance(recipe, DelayedScaling):
@@ -62,6 +66,7 @@ class ScalingState:
         Args:
             group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
         """
+        self.steps += 1
         self.share_amaxes(group)
         if isinstance(self.recipe, DelayedScaling) and self.history is not None and self.position is not None:
             if self.recipe.smoothing:

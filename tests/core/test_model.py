@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, LayerSelection, RowwiseScaling, convert_model, revert_model
 from lightning_fp8.backends import NativeBackend, Support, check_support, get_backend
-from lightning_fp8.linear import Float8Linear
+from lightning_fp8.linear import MOST_UPDATES, Float8Linear
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.statistics import LAST_AMAX
 
@@ -209,6 +209,26 @@ def test_step_moves_scales_once() -> None:
     before = the(model).runtime.table.data.clone()
     lightning_fp8.step(model)  # Nothing ran in between.
     assert torch.equal(the(model).runtime.table.data, before)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "warned"), [("delayed", False, 1), ("delayed", True, 0), ("rowwise", False, 0)]
+)
+def test_a_step_that_nobody_tells_of_is_missed(recipe: str, step: bool, warned: int) -> None:
+    """Scales that never move spoil training in silence; loading weights, or accumulating, is no step."""
+    model = convert_model(mlp(), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number in range(MOST_UPDATES + 10):
+            for _ in range(2):
+                model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step and number % 5 == 4:  # In between they are loaded.
+                lightning_fp8.step(model)
+    messages = [str(warning.message) for warning in found if "lightning_fp8.step(model)" in str(warning.message)]
+    assert len(messages) == warned, messages
 
 
 def test_training_without_a_trainer_learns() -> None:
