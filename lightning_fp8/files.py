@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def located(path: str | os.PathLike[str]) -> Path | str:
@@ -75,12 +75,25 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-@contextmanager
-def local_copy(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A file or directory on this machine: itself, or a copy that lasts as long as the context.
+def kind_of(path: str | os.PathLike[str]) -> Literal["file", "directory"] | None:
+    """What there is; None: nothing.
 
     Raises:
-        FileNotFoundError: there is none.
+        OSError: that cannot be seen.
+    """
+    place = located(path)
+    if isinstance(place, Path):
+        return "directory" if place.is_dir() else "file" if place.exists() else None
+    with _as_os_errors():
+        files, name = _remote(place)
+        return "directory" if files.isdir(name) else "file" if files.exists(name) else None
+
+
+@contextmanager
+def local_copy(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file on this machine: itself, or a copy that lasts as long as the context.
+
+    Raises:
         OSError: it cannot be read.
     """
     place = located(path)
@@ -91,9 +104,7 @@ def local_copy(path: str | os.PathLike[str]) -> Iterator[Path]:
         copy = Path(folder, "copy")
         with _as_os_errors():
             files, name = _remote(place)
-            if not files.exists(name):
-                raise FileNotFoundError(f"{path} does not exist.")
-            files.get(name, str(copy), recursive=True)
+            files.get_file(name, str(copy))
         yield copy
 
 
@@ -117,7 +128,7 @@ def append_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _is_address(path: str) -> bool:
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+    return re.match(r"([A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
 def _remote(address: str) -> tuple[Any, str]:

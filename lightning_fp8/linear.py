@@ -107,7 +107,8 @@ class Float8State:
                 self.scaling.warned = True
                 warnings.warn(
                     f"The weight of {self.name!r} was updated {updates} times, and the scales of FP8 layers have not "
-                    "moved: call lightning_fp8.step(model) after each optimizer step (the Trainer and Fabric do).",
+                    "moved: call lightning_fp8.step(model) after each optimizer step. (Fabric does so itself, and the "
+                    "Trainer as a training_step begins: call it between several optimizer steps in one.)",
                     stacklevel=4,
                 )
 

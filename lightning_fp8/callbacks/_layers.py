@@ -136,8 +136,10 @@ class LayerCallback(Callback):
             if before is not None:
                 self._window[..., AMAX] = torch.maximum(self._window[..., AMAX], before[..., AMAX])
         if self._window is not None and any(getattr(c, "told_to_reject", False) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            # recovery.reject(loss) makes gradients NaN, so that all ranks take part in a backward that is thrown away.
-            self._window[:, ROLES.index("grad_output"), AMAX] = NOT_SEEN
+            # Whatever was in that data is known; and recovery.reject(loss) makes gradients NaN, so that all ranks take
+            # part in a backward that is thrown away. Weights are not the batch's.
+            for role in ("input", "grad_output"):
+                self._window[:, ROLES.index(role), AMAX] = NOT_SEEN
 
     @torch.no_grad()
     def on_train_batch_end(

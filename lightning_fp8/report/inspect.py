@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fp8.checks import first_line
 from lightning_fp8.cli_errors import CommandParser
-from lightning_fp8.files import local_copy
+from lightning_fp8.files import kind_of, local_copy
 from lightning_fp8.formats import E4M3
 from lightning_fp8.health import HealthEvent
 from lightning_fp8.recipes import ROLES, Recipe, Role, get_recipe
@@ -95,14 +95,13 @@ class Inspection:
 def inspect_checkpoint(path: str | Path) -> Inspection:
     """Read a checkpoint of the Trainer's or Fabric's, or weights alone: a file, or a distributed one's directory.
 
-    A remote one (``s3://...``) is fetched first, to where temporary files go.
+    A remote one (``s3://...``) is fetched first, to where temporary files go; of a distributed one what is not sharded.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it cannot be read, or holds neither FP8 state nor weights.
     """
-    with local_copy(path) as copy:
-        return _inspect(_load(copy), path)
+    return _inspect(_load(path), path)
 
 
 def _inspect(checkpoint: Mapping[str, Any], path: str | Path) -> Inspection:
@@ -152,22 +151,27 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
+def _load(path: str | Path) -> Mapping[str, Any]:
+    kind = kind_of(path)
+    if kind is None:
         raise FileNotFoundError(f"{path} does not exist.")
-    if path.is_dir():
-        path = path / "meta.pt"  # What is not sharded in a distributed checkpoint of Lightning's.
-        if not path.is_file():
-            raise FileNotFoundError(f"{path.parent} is no distributed checkpoint of Lightning's: it has no meta.pt.")
-    try:
-        # Of a user's own classes, such as hyperparameters, nothing is needed and no code is run.
-        unknown: list[Any] = [(_Unknown, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
-        with torch.serialization.safe_globals(unknown):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds, with pages of advice.
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is no file as torch.save writes it (zip), or is cut short.") from error
-        raise ValueError(f"{path} cannot be read as a checkpoint: {first_line(error)}") from error
+    if kind == "directory":
+        # What is not sharded in a distributed checkpoint of Lightning's.
+        folder, path = path, f"{str(path).rstrip('/')}/meta.pt"
+        if kind_of(path) != "file":
+            raise FileNotFoundError(f"{folder} is no distributed checkpoint of Lightning's: it has no meta.pt.")
+    with local_copy(path) as copy:
+        try:
+            # Of a user's own classes, such as hyperparameters, nothing is needed and no code is run.
+            unknown: list[Any] = [
+                (_Unknown, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(copy)
+            ]
+            with torch.serialization.safe_globals(unknown):
+                checkpoint = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds, with pages of advice.
+            if not zipfile.is_zipfile(copy):
+                raise ValueError(f"{path} is no file as torch.save writes it (zip), or is cut short.") from error
+            raise ValueError(f"{path} cannot be read as a checkpoint: {first_line(error)}") from error
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return checkpoint

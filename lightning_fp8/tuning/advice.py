@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.text_table import text_table
-from lightning_fp8.tuning.choice import Source, keep_faster
+from lightning_fp8.tuning.choice import Source, keep_gaining
 from lightning_fp8.tuning.peaks import Peak
 from lightning_fp8.tuning.shares import Place, shares_of_step
 
@@ -157,7 +157,7 @@ def advise(
         if rows[name]
     }
     shares = shares_of_step(source.times, source.variant, {n: place for n, place in places.items() if n in possible})
-    for decision in keep_faster(candidates, model, source, max(tokens, 1), compiled):
+    for decision in keep_gaining(candidates, shares):
         layer, count, share = layers[decision.name], rows[decision.name], shares.get(decision.name)
         alone = source.times.milliseconds("bf16", *places[decision.name][:3]) if count and not share else 0.0
         advice.append(

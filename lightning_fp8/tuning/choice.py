@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from lightning_fp8.ranks import world_size
 from lightning_fp8.recipes import ROLES, Recipe, get_recipe
 from lightning_fp8.selection import Decision, in_compiled, linear_layers
 from lightning_fp8.tuning.layers import measure_host, measure_layer
-from lightning_fp8.tuning.shares import Place, shares_of_step
+from lightning_fp8.tuning.shares import Place, Share, shares_of_step
 from lightning_fp8.tuning.table import LayerTable, MeasuredTimes, Times, shipped_tables
 
 #: Tokens a step and GPU where nobody says otherwise.
@@ -125,7 +125,11 @@ def keep_faster(
         name: Place(tokens, layer.in_features, layer.out_features, layer in in_graphs if compiled is None else compiled)
         for name, layer in candidates.items()
     }
-    shares = shares_of_step(source.times, source.variant, places)
+    return keep_gaining(decisions, shares_of_step(source.times, source.variant, places))
+
+
+def keep_gaining(decisions: list[Decision], shares: Mapping[str, Share]) -> list[Decision]:
+    """Leave out the layers that do not gain enough, each with its figure; those without one stay as they are."""
 
     def judge(decision: Decision) -> Decision:
         share = shares.get(decision.name)

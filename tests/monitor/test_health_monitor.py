@@ -251,6 +251,49 @@ def test_beside_recovery_every_fault_is_one_event_and_one_skip(monitor_first: bo
 
 
 @pytest.mark.parametrize("monitor_first", [True, False])
+@pytest.mark.parametrize("how", ["skip_batches", "reject"])
+def test_data_that_is_left_out_is_no_event(how: str, monitor_first: bool) -> None:
+    """NaN in the batch itself, whichever way it is left out; what the weights are is still seen."""
+    monitor = FP8HealthMonitor("raise")
+    recovery = SkipBatchRecovery(log=None, skip_batches=[(0, 4)] if how == "skip_batches" else ())
+
+    class Rejects(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch * (math.nan if batch_idx == 4 else 1.0), batch_idx)
+            return recovery.reject(loss) if how == "reject" and batch_idx == 4 else loss
+
+    pair = [monitor, recovery] if monitor_first else [recovery, monitor]
+    assert fit(*pair, steps=7, plugin=precision(), model=Rejects()).global_step == 7
+    assert not monitor.events and recovery.events.counts["rejected"] == 1
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_a_fault_of_another_optimizer_in_the_batch_is_seen(monitor_first: bool) -> None:
+    recovery, monitor = SkipBatchRecovery(log=None), FP8HealthMonitor()
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for number, optimizer in enumerate(self.optimizers()):
+                loss = self(batch).float().square().mean()
+                if batch_idx == 4:
+                    loss = loss * math.nan if number else recovery.reject(loss)
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            halves = [*self.late.parameters(), *self.head.parameters()], self.blocks.parameters()
+            return [torch.optim.SGD(half, lr=self.lr) for half in halves]
+
+    pair = [monitor, recovery] if monitor_first else [recovery, monitor]
+    trainer = make_trainer(pair, -1, precision(), max_epochs=1)
+    trainer.fit(Two(), batches(7))
+    assert [(event.kind, event.role) for event in monitor.events] == [("nonfinite", "grad_output")]
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
 def test_what_the_user_rejects_is_no_event(monitor_first: bool) -> None:
     """recovery.reject(loss) makes gradients NaN by the user's own word; a fault in another step is one all the same."""
     recovery, monitor, amaxes = SkipBatchRecovery(log=None), FP8HealthMonitor(), AmaxMonitor(every_n_steps=1)

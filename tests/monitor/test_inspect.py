@@ -15,6 +15,7 @@ from monitor_models import Fault, Net, Plant, batches, make_trainer, precision
 from lightning_fp8 import LayerSelection
 from lightning_fp8.callbacks.health_monitor import FP8HealthMonitor
 from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
+from lightning_fp8.files import write_text
 from lightning_fp8.report.inspect import Row, inspect_checkpoint, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,6 +83,14 @@ def test_a_remote_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     trainer.save_checkpoint(address)
     trainer.save_checkpoint(tmp_path / "here.ckpt")
     assert inspect_checkpoint(address) == inspect_checkpoint(tmp_path / "here.ckpt")
+    write_text("memory://b/junk.ckpt", "junk")
+    write_text("memory://b/run/shard", "of a distributed one")
+    for bad, told_of in (
+        ("memory://b/junk.ckpt", "junk.ckpt is no file"),
+        ("memory://b/run", "run is no distributed"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=told_of):
+            inspect_checkpoint(bad)
     for wrong, told in (
         ("memory://bucket/none.ckpt", "memory://bucket/none.ckpt does not exist"),
         ("nope://x", "nope"),

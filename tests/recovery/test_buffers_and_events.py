@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from torch import nn
 
-from lightning_fp8.files import why_not_writable
+from lightning_fp8.files import located, why_not_writable
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out, read_events, rejected_batches
 
@@ -192,6 +192,11 @@ def test_a_log_may_lie_where_fsspec_reaches():
     assert batches_to_leave_out(address) == {(0, 0), (0, 1)}
     with pytest.raises(FileNotFoundError):
         read_events("memory://bucket/none.jsonl")
+
+
+def test_an_address_may_name_how_it_is_reached():
+    assert located("simplecache::memory://bucket/log.jsonl") == "simplecache::memory://bucket/log.jsonl"
+    assert located("C:/logs/log.jsonl") == Path("C:/logs/log.jsonl")
 
 
 def test_a_remote_log_that_cannot_be_written_ends(monkeypatch, caplog):
