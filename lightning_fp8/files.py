@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+#: How an address begins, but for its second slash: ``pathlib`` leaves one. A drive has one letter.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/"
+
 
 def located(path: str | os.PathLike[str]) -> Path | str:
     """A path of this machine, or the address of a remote file (``s3://bucket/run/page.html``) as it is."""
@@ -25,7 +28,7 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
             return "it is a directory" if files.isdir(name) else None
         except Exception as error:  # An unknown protocol, a missing package, credentials: each has its own.
             return str(error) or type(error).__name__
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)):
+    if re.match(_SCHEME, str(place)):
         return "a pathlib.Path holds no address, for it has lost a slash: give it as text"
     try:
         nearest = next(p for p in (place, *place.absolute().parents) if p.exists())
@@ -36,6 +39,17 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     if nearest != place and not nearest.is_dir():
         return f"{nearest} is no directory"
     return None if os.access(nearest, os.W_OK) else f"{nearest} may not be written to"
+
+
+def why_not_begun(path: str | os.PathLike[str]) -> str | None:
+    """What keeps a file from being made or appended to, by making it where there is none; None: nothing."""
+    hindrance = why_not_writable(path)
+    if hindrance is None:
+        try:
+            append_text(path, "")
+        except OSError as error:
+            return str(error)
+    return hindrance
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -128,7 +142,7 @@ def append_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _is_address(path: str) -> bool:
-    return re.match(r"([A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+    return re.match(rf"([A-Za-z0-9+.-]+::)*{_SCHEME}/", path) is not None
 
 
 def _remote(address: str) -> tuple[Any, str]:

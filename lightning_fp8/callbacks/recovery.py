@@ -29,7 +29,7 @@ from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.checks import check_flag, check_number, check_path
-from lightning_fp8.files import located
+from lightning_fp8.files import located, why_not_begun
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
@@ -203,7 +203,7 @@ class SkipBatchRecovery(Callback):
         path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
         if path is not None:
             remedy = "Choose another path for the event log with log=, or log=None."
-            check_writable(trainer, path, remedy, begin=True)
+            check_writable(trainer, path, remedy, why_not_begun)
         self.events.path = located(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
         self._releases = [

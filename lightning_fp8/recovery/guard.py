@@ -88,8 +88,6 @@ class StepGuard:
         flag: bool ``[]`` on the device: the last step was rejected.
         fp8: the model's FP8 layers.
         loss_scaled: a dynamic loss scale is used: it is lowered when gradients overflow.
-        told_to_reject: this rank's caller has left out the step that comes, or that was decided last: NaN in it is no
-            fault.
 
     Raises:
         ValueError: ``mode="fast"`` with an optimizer that is not fused, or with a dynamic loss scale; an optimizer that
@@ -127,7 +125,7 @@ class StepGuard:
         self._rejected = 0
         self._left_out = False
         self._loss_expected = True
-        self.told_to_reject = self._told_of_last = False
+        self._last_rejected = False
         self._unhealthy: Tensor | None = None
         self._pending: list[PendingVerdict] = []
         self._window = 0
@@ -164,8 +162,7 @@ class StepGuard:
         self._loss_expected = loss_expected
         self._buffers.remember()
         self._losses, self._rejected, self._unhealthy = [], 0, None
-        self._batches, self._left_out = [], False
-        self.told_to_reject = self._told_of_last = False
+        self._batches, self._left_out, self._last_rejected = [], False, False
 
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
@@ -175,8 +172,7 @@ class StepGuard:
 
     def observe(self, loss: Tensor) -> None:
         """A loss that backward is about to run from, scaled if losses are; of accumulated batches each one's share."""
-        if self._told_of_last and not self._left_out:
-            self.told_to_reject = self._told_of_last = False
+        self._last_rejected = False
         scale = self.scaler.scale(torch.ones((), device=loss.device)) if self.scaler is not None else None
         # The tensor's memory: whatever is done to it in place before backward counts.
         self._losses.append((loss.detach(), scale))
@@ -187,7 +183,7 @@ class StepGuard:
         Returns:
             ``loss`` as NaN, with a NaN gradient on every path, so that this rank takes part in backward like any other.
         """
-        self._rejected, self.told_to_reject, self._told_of_last = REJECTED, True, False
+        self._rejected = REJECTED
         return loss * float("nan")
 
     def reject_where(self, flag: Tensor) -> None:
@@ -196,7 +192,12 @@ class StepGuard:
 
     def reject_step(self) -> None:
         """Leave this step out, that of every optimizer; backward may run or not."""
-        self._left_out = self.told_to_reject = True
+        self._left_out = True
+
+    @property
+    def told_to_reject(self) -> bool:
+        """This rank's caller has left out the step that comes, or that was decided last: NaN in it is no fault."""
+        return self._left_out or self._last_rejected or self._rejected == REJECTED
 
     @torch.no_grad()
     def give_up(self) -> None:
@@ -260,8 +261,8 @@ class StepGuard:
                 self._skip_on_host(optimizer)
         self._pending.append(pending)
         # The data is every optimizer's, a loss is one's own.
+        self._last_rejected = self._rejected == REJECTED
         self._losses, self._rejected, self._unhealthy = [], 0, None
-        self._told_of_last = self.told_to_reject
         return self.accepted
 
     def _first_step(self, index: int) -> bool:

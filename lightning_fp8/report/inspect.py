@@ -101,10 +101,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         FileNotFoundError: there is none.
         ValueError: it cannot be read, or holds neither FP8 state nor weights.
     """
-    return _inspect(_load(path), path)
-
-
-def _inspect(checkpoint: Mapping[str, Any], path: str | Path) -> Inspection:
+    checkpoint = _load(path)
     rows: list[Row] = []
     recipes: list[str] = []
     notes: list[str] = []

@@ -147,19 +147,19 @@ def advise(
     layers = linear_layers(model)
     seen = observe(model, inputs) if inputs is not None else Observation({}, 0.0)
     rows = {name: seen.rows.get(name, 0) if inputs is not None else tokens for name in layers}
-    tokens = max(rows.values(), default=tokens) if inputs is not None else tokens
     advice = []
     candidates = LayerSelection().decide(model, recipe)
     possible = {decision.name for decision in candidates if decision.converted}
     places = {
         name: Place(rows[name], layer.in_features, layer.out_features, compiled)
         for name, layer in layers.items()
-        if rows[name]
+        if name in possible and rows[name]
     }
-    shares = shares_of_step(source.times, source.variant, {n: place for n, place in places.items() if n in possible})
+    shares = shares_of_step(source.times, source.variant, places)
     for decision in keep_gaining(candidates, shares):
         layer, count, share = layers[decision.name], rows[decision.name], shares.get(decision.name)
-        alone = source.times.milliseconds("bf16", *places[decision.name][:3]) if count and not share else 0.0
+        sizes = count, layer.in_features, layer.out_features
+        alone = source.times.milliseconds("bf16", *sizes) if count and not share else 0.0
         advice.append(
             LayerAdvice(
                 decision.name,

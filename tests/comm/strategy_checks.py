@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -120,6 +121,17 @@ def model_parallel(tensor: int = 1) -> ModelParallelStrategy:
     return ModelParallelStrategy(data_parallel_size=dist.get_world_size() // tensor, tensor_parallel_size=tensor)
 
 
+class SaveFirstEpoch(pl.Callback):
+    """Saves a checkpoint as the first epoch ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
 def mean_losses(model: Module) -> list[float]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, torch.stack(model.losses).cpu())
@@ -167,13 +179,10 @@ def a_model_without_fp8_layers_trains(rank: int, world: int) -> None:
 def error_feedback_resumes(rank: int, world: int) -> None:
     path = folder() / f"feedback-{world}.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, module) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
     def options() -> dict[str, Any]:
-        return {"callbacks": [FP8Communication(min_numel=0, error_feedback=True, stochastic=True), Save()]}
+        return {
+            "callbacks": [FP8Communication(min_numel=0, error_feedback=True, stochastic=True), SaveFirstEpoch(path)]
+        }
 
     whole, resumed = Module(), Module()
     run = fit(whole, ddp(), max_epochs=2, **options())
@@ -199,14 +208,9 @@ def ddp_resumes_bit_for_bit_where_buckets_stay(rank: int, world: int) -> None:
     """DDP that looks for unused parameters keeps the buckets it began with."""
     path = folder() / f"buckets-{world}.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, module) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
     whole, resumed = Module(), Module()
     for model, start in ((whole, None), (resumed, path)):
-        callbacks = [FP8Communication(min_numel=0, error_feedback=True, stochastic=True), Save()]
+        callbacks = [FP8Communication(min_numel=0, error_feedback=True, stochastic=True), SaveFirstEpoch(path)]
         fit(model, ddp(find_unused_parameters=True), max_epochs=2, callbacks=callbacks, ckpt_path=start)
     assert torch.equal(torch.stack(resumed.losses), torch.stack(whole.losses)[4:])
     for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
