@@ -92,6 +92,7 @@ def cast_cases() -> list[tuple[str, float, str | None, str | None, bool, torch.d
         ("rowwise straight", 3, "rowwise", None, False, bf16),
         ("rowwise, tensorwise", 6, "rowwise", "tensorwise", False, bf16),
         ("1x128 pair", 4, "1x128", "1x128", False, bf16),
+        ("1x128, 128x128", 4, "1x128", "128x128", False, bf16),
         ("128x128 pair", 4, "128x128", "128x128", False, bf16),
         ("1x32 pair", 4, "1x32", "1x32", False, bf16),
     ]
@@ -140,7 +141,7 @@ def bench_host() -> list[dict[str, Any]]:
 def bench_layers() -> list[dict[str, Any]]:
     """Host time of forward and backward of linear layers, the tensors too small to count."""
     rows = []
-    for name in ("bf16", "delayed", "tensorwise", "rowwise", "blockwise"):
+    for name in ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "blockwise_tiled"):
         for compiled in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
@@ -179,7 +180,7 @@ def host_us(run: Callable[[], object], calls: int = 300) -> float:
 def bench_linears() -> list[dict[str, Any]]:
     """Forward and backward of one linear, against its three GEMMs alone and against bf16."""
     rows = []
-    for name in ("delayed", "tensorwise_pow2", "tensorwise", "rowwise", "blockwise"):
+    for name in ("delayed", "tensorwise_pow2", "tensorwise", "rowwise", "blockwise", "blockwise_tiled"):
         recipe = get_recipe(name)
         for k, n in LINEARS:
             rows.append({"recipe": name, "K": k, "N": n, **linear_times(recipe, k, n)})

@@ -19,7 +19,7 @@ from lightning_fp8.tuning.table import LayerTable, grid
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recipes = ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "rowwise_gw_hp"]
+    recipes = ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled", "rowwise_gw_hp"]
     parser.add_argument("--recipes", nargs="+", default=recipes)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

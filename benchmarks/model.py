@@ -19,7 +19,7 @@ from peers import PEERS
 from lightning_fp8.tuning.bench import measure
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
-DEFAULT = ["bf16", "delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise"]
+DEFAULT = ["bf16", "delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled"]
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def casts_text(recipe: Recipe) -> str:
     if recipe.source != "data":
         raise ValueError(
             f"The operator keeps no scales over steps, as the {recipe.name} recipe needs: use one that scales from the "
-            "data (tensorwise, tensorwise_pow2, rowwise, rowwise_gw_hp, blockwise, mxfp8)."
+            "data (tensorwise, tensorwise_pow2, rowwise, rowwise_gw_hp, blockwise, blockwise_tiled, mxfp8)."
         )
     return ",".join(
         str(use or "") for role in ROLES for use in (recipe.casts[role].straight, recipe.casts[role].transposed)

@@ -336,7 +336,8 @@ class FP8Precision(TrainerPrecision, LightningPrecision):  # type: ignore[misc]
 
     Args:
         recipe: ``"delayed"``, ``"tensorwise"``, ``"tensorwise_pow2"``, ``"rowwise"``, ``"rowwise_gw_hp"``,
-            ``"blockwise"``, ``"mxfp8"``, ``"static"``, a mapping with ``name`` and settings, or a recipe object.
+            ``"blockwise"``, ``"blockwise_tiled"``, ``"mxfp8"``, ``"static"``, a mapping with ``name`` and settings,
+            or a recipe object.
         backend: ``"auto"``, a name, or a backend object with its options.
         precision: the rest of the model: ``"bf16-mixed"`` (fp32 parameters, cast straight to FP8), ``"bf16-true"`` or
             ``"16-mixed"``.

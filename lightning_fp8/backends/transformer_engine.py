@@ -118,6 +118,11 @@ class TransformerEngineBackend(Backend):
             )
         if isinstance(recipe, TensorwiseScaling) and recipe.margin:
             return "Transformer Engine's current scaling knows no margin: use margin=0 or backend='native'."
+        if isinstance(recipe, BlockwiseScaling) and recipe.tiled_inputs:
+            return (
+                "Transformer Engine casts inputs in blocks of one size for both GEMMs: use tiled_inputs=False (recipe "
+                "'blockwise') or backend='native'."
+            )
         if self.fp8_dpa and not isinstance(recipe, DelayedScaling):
             return "fp8_dpa=True goes with delayed scaling only: use recipe='delayed' or fp8_dpa=False."
         if recipe.source == "data" and (self.fuse or self.amax == "library"):

@@ -189,7 +189,7 @@ def launch_of(
         Its arguments but for the memory it reads, how many programs, and the warps of one: ``None`` for as many as
         before.
     """
-    from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE, vector_amax_grid, vector_amax_tile
+    from lightning_fp8.kernels.triton_cast import NARROW_CAST_TILE, tile_of, vector_amax_grid, vector_amax_tile
     from lightning_fp8.kernels.triton_data import amax_partials, row_and_column_scales
     from lightning_fp8.kernels.triton_foreseen import cast_again
 
@@ -201,25 +201,27 @@ def launch_of(
         tile = vector_amax_tile(named["columns"], source.pieces)
         programs, turns = vector_amax_grid(named["rows"], named["columns"] // source.pieces, tile)
         return {**named, "turns": turns, "R": tile.rows}, programs, tile.warps
-    share, warps = source.pieces, None
-    if source.pieces > 1 and named.get("C", 0) > NARROW_CAST_TILE.columns:
-        # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
-        share, warps = source.pieces * NARROW_CAST_TILE.columns // named["C"], NARROW_CAST_TILE.warps
-        named["C"] = NARROW_CAST_TILE.columns
-    # What casts again goes through tiles until there are no more.
-    return named, programs if kernel is cast_again else programs // share, warps
+    if "C" not in named:
+        return named, programs // source.pieces, None
+    # Two wide tiles at once take so many registers that fewer warps fit on a multiprocessor.
+    tile = NARROW_CAST_TILE if source.pieces > 1 else tile_of(named["columns"])
+    named |= {"R": tile.rows, "C": tile.columns}
+    if kernel is not cast_again:  # That goes through tiles until there are no more.
+        programs = named["rows"] * named["columns"] // (tile.rows * tile.columns * source.pieces)
+    return named, programs, tile.warps
 
 
 def on_values(kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
     """A kernel's arguments where the matrix, of this shape, is computed.
 
-    What finds amaxes has other tiles then, and may have taken memory as rows of any length.
+    What finds amaxes, or casts with scales of rows, has other tiles then, and may have taken memory as rows of any
+    length.
     """
     from lightning_fp8.kernels.triton_cast import is_even, tile_of, vector_amax_tile
-    from lightning_fp8.kernels.triton_data import amax_partials, row_and_column_scales
+    from lightning_fp8.kernels.triton_data import amax_partials, cast_from_amaxes, row_and_column_scales
 
     rows, columns = shape
-    if kernel is amax_partials:
+    if kernel in (amax_partials, cast_from_amaxes):
         tile = tile_of(columns)
     elif kernel is row_and_column_scales:
         tile = vector_amax_tile(columns, pieces=1)

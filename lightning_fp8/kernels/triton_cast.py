@@ -35,19 +35,23 @@ class Tile:
     group: int = 1
 
 
-#: Casts with one scale for the tensor or one for each row: one or both operands, or the amaxes of rows and columns.
+#: Casts with one scale for the tensor, or with one for each row of values that are computed.
 CAST_TILE = Tile(64, 128, 8)
 #: The same where it divides columns evenly, as those of widths like 320 and 1600, and ``CAST_TILE`` does not.
 NARROW_CAST_TILE = Tile(64, 64, 4)
+#: Casts of a matrix in memory with a scale for each row, or column.
+VECTOR_CAST_TILE = Tile(128, 64, 4)
 #: The amaxes of rows and columns, of a matrix in memory whose columns it divides and of any other. The wider a tile is,
 #: the less passes between lanes; what computes values needs the registers.
 WIDE_AMAX_TILE, VECTOR_AMAX_TILE = Tile(32, 512, 4), Tile(64, 128, 4)
+#: The former for matrices of at least so many columns: with fewer, too few programs share the work.
+WIDEST_AMAX_TILE, WIDEST_AMAX_COLUMNS = Tile(16, 1024, 4), 8192
 #: Programs that keep the GPU busy; where there would be more, one goes through several tiles, one below the other.
 VECTOR_AMAX_PROGRAMS = 512
 #: The amax of the tensor, a tile a turn.
 AMAX_TILE = Tile(16, 256, 4)
-#: Blocks of 128: the tile is the block. Where rows or columns of it have scales, and where it has one.
-VECTOR_BLOCK_TILE, SQUARE_BLOCK_TILE = Tile(128, 128, 4), Tile(128, 128, 8)
+#: Blocks of 128: the tile is the block. For both operands, and for one.
+PAIR_BLOCK_TILE, SINGLE_BLOCK_TILE = Tile(128, 128, 4), Tile(128, 128, 8)
 #: Blocks of 32.
 MX_TILE = Tile(64, 64, 4)
 #: Programs of the tensor's amax pass, each of which leaves one word. A power of two.
@@ -101,7 +105,9 @@ def vector_amax_tile(columns: int, pieces: int = 0) -> Tile:
         columns: the matrix's.
         pieces: ranges of columns that are computed at once; 0 for a matrix in memory.
     """
-    if columns % WIDE_AMAX_TILE.columns == 0 and not pieces:
+    if not pieces and columns >= WIDEST_AMAX_COLUMNS and columns % WIDEST_AMAX_TILE.columns == 0:
+        return WIDEST_AMAX_TILE
+    if not pieces and columns % WIDE_AMAX_TILE.columns == 0:
         return WIDE_AMAX_TILE
     tile = VECTOR_AMAX_TILE if tile_of(columns) is CAST_TILE else NARROW_CAST_TILE
     return replace(tile, rows=tile.rows // 2) if pieces > 1 else tile
@@ -194,7 +200,7 @@ def cast_from_data(
     modes = _SCALAR_MODES[_granularity(straight)], _SCALAR_MODES[_granularity(transposed)]
     if straight and transposed is None and modes[0] == triton_data.ROWS and columns <= MAX_ROW:
         return _cast_rows(x, padded, straight, slot, launch)
-    tile = tile or tile_of(columns)
+    tile = tile or (VECTOR_CAST_TILE if triton_data.ROWS in modes else tile_of(columns))
     out = empty_operands(x, padded, straight, transposed)
     if triton_data.ROWS in modes:
         amaxes, count, most = row_and_column_scales(x, padded, straight, transposed, out, slot, launch=launch), 1, 1
@@ -299,7 +305,7 @@ def cast_blocks_128(
     rows, columns = x.shape
     modes = _BLOCK_MODES[_granularity(straight)], _BLOCK_MODES[_granularity(transposed)]
     if tile is None:
-        tile = VECTOR_BLOCK_TILE if triton_block.VECTOR in modes else SQUARE_BLOCK_TILE
+        tile = PAIR_BLOCK_TILE if straight and transposed else SINGLE_BLOCK_TILE
     out = empty_operands(x, padded, straight, transposed)
     launch(
         triton_block.cast_blocks_128,

@@ -40,7 +40,7 @@ _ROWS = tl.constexpr(ROWS)
 SCRATCH_HEAD = 4
 _HEAD = tl.constexpr(SCRATCH_HEAD)
 #: Rows that a program finds amaxes of at most, and rows or columns at least, but for the last.
-MOST_ROWS, FEWEST_ROWS = 512, 32
+MOST_ROWS, FEWEST_ROWS = 512, 16
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 
 

@@ -92,9 +92,8 @@ def _bench_parser(cuda: bool) -> CommandParser:
         default=["8b" if cuda else "tiny"],
         help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
     )
-    parser.add_argument(
-        "--recipes", nargs="+", default=["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise"]
-    )
+    recipes = ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled"]
+    parser.add_argument("--recipes", nargs="+", default=recipes)
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
     parser.add_argument(
         "--compile",

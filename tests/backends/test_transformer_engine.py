@@ -224,7 +224,8 @@ def test_hardware(library: ModuleType) -> None:
     kinds = {name: backend.support_on(get_recipe(name), HOPPER).kind for name in RECIPE_NAMES}
     assert kinds["delayed"] == kinds["blockwise"] == kinds["static"] == "native"
     assert kinds["tensorwise"] == kinds["tensorwise_pow2"] == "native"
-    assert kinds["rowwise"] == kinds["rowwise_gw_hp"] == kinds["mxfp8"] == "refused"
+    assert kinds["rowwise"] == kinds["rowwise_gw_hp"] == kinds["mxfp8"] == kinds["blockwise_tiled"] == "refused"
+    assert "tiled_inputs=False" in backend.support_on(get_recipe("blockwise_tiled"), HOPPER).reason
 
 
 # --- weights kept over micro-batches

@@ -33,7 +33,7 @@ RECIPES = [
     StaticScaling(8.0, "hybrid"),
     TensorwiseScaling({"input": "e5m2", "grad_weight.grad_output": "e4m3"}, margin=1.0),
     RowwiseScaling("hybrid", power_of_two=False),
-    BlockwiseScaling("hybrid", power_of_two=True),
+    BlockwiseScaling("hybrid", power_of_two=True, tiled_inputs=True),
     MXFP8Scaling("e5m2_grad_weight"),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

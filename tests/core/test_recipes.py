@@ -72,8 +72,10 @@ def test_a_mapping_without_a_name_is_refused() -> None:
 
 
 def test_the_names_are_the_promised_ones() -> None:
-    promised = {"delayed", "tensorwise", "tensorwise_pow2", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "static"}
-    assert promised == set(RECIPE_NAMES)
+    promised = {"delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "static"}
+    assert {*promised, "tensorwise_pow2", "blockwise_tiled"} == set(RECIPE_NAMES)
+    assert get_recipe("tensorwise_pow2") == TensorwiseScaling(power_of_two=True)
+    assert get_recipe("blockwise_tiled") == BlockwiseScaling(tiled_inputs=True)
     assert get_recipe("rowwise_gw_hp") == RowwiseScaling(grad_weight_high_precision=True)
     assert get_recipe({"name": "rowwise_gw_hp", "margin": 1.0}) == RowwiseScaling(
         grad_weight_high_precision=True, margin=1.0
@@ -195,9 +197,11 @@ def test_granularities() -> None:
         "weight": ("128x128", "128x128"),
         "grad_output": ("1x128", "1x128"),
     }
+    assert shape(get_recipe("blockwise_tiled")) == {**shape(BlockwiseScaling()), "input": ("1x128", "128x128")}
     assert shape(MXFP8Scaling()) == dict.fromkeys(ROLES, ("1x32", "1x32"))
     multiples = {name: get_recipe(name).size_multiple for name in RECIPE_NAMES}
-    assert multiples == {**dict.fromkeys(RECIPE_NAMES, 16), "blockwise": 128, "mxfp8": 32}
+    blocks = {"blockwise": 128, "blockwise_tiled": 128, "mxfp8": 32}
+    assert multiples == {**dict.fromkeys(RECIPE_NAMES, 16), **blocks}
     assert RowwiseScaling().casts["input"].straight == Cast(E4M3, "rowwise", power_of_two=True)
 
 

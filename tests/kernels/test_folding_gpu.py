@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model, ops
-from lightning_fp8.casts import Cast
+from lightning_fp8.casts import Cast, Granularity
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import folded_source
 from lightning_fp8.kernels.reference import dequantize_operand
@@ -101,9 +101,14 @@ def test_codes_are_those_of_casts_that_read_values(dtype: torch.dtype, stored: b
                 assert torch.equal(g, w), f"{what} {part}"
 
 
-@pytest.mark.parametrize(("granularity", "passes"), [("tensorwise", 2), ("rowwise", 2), ("1x128", 1)])
-def test_all_passes_compute_where_scales_come_from_the_data(granularity: str, passes: int, sources: list[str]) -> None:
-    pair = Cast(E4M3, granularity), Cast(E5M2, granularity)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("granularity", "other", "passes"),
+    [("tensorwise", "tensorwise", 2), ("rowwise", "rowwise", 2), ("1x128", "1x128", 1), ("1x128", "128x128", 1)],
+)
+def test_all_passes_compute_where_scales_come_from_the_data(
+    granularity: Granularity, other: Granularity, passes: int, sources: list[str]
+) -> None:
+    pair = Cast(E4M3, granularity), Cast(E5M2, other)
     # Blocks are only computed where matrices lie side by side.
     names = SIDE_BY_SIDE if granularity == "1x128" else tuple(CASES)
     inputs = [inputs_of(name, torch.bfloat16, "cuda") for name in names]

@@ -86,7 +86,9 @@ def test_torch_knows_the_kernels_of_the_operator() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("name", ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled", "mxfp8"]
+)
 def test_compiled_layers_give_the_bits_of_eager_ones(name: str, mode: str) -> None:
     recipe = get_recipe(name)
     casts = ops.LinearCasts.of(recipe, stored=recipe.source != "data")
