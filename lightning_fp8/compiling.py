@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import torch
 
@@ -23,6 +23,7 @@ _RECOMPUTE = "joint_custom_post_pass"
 _INSTEAD = {_FOLD: "post_grad_custom_post_pass", _RECOMPUTE: "joint_custom_pre_pass"}
 
 
+@overload
 def compile(
     model: _Compiled,
     *,
@@ -31,7 +32,30 @@ def compile(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     recompute: Recompute = "none",
-) -> _Compiled:
+) -> _Compiled: ...
+
+
+@overload
+def compile(
+    model: None = None,
+    *,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    recompute: Recompute = "none",
+) -> Callable[[_Compiled], _Compiled]: ...
+
+
+def compile(
+    model: Callable[..., Any] | None = None,
+    *,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    recompute: Recompute = "none",
+) -> Callable[..., Any]:
     """``torch.compile``, by Inductor, with FP8 casts folded into what computes their operands.
 
     With scales of tensors or rows (``delayed``, ``static``, ``tensorwise``, ``tensorwise_pow2``, ``rowwise``), the
@@ -47,7 +71,7 @@ def compile(
     rounded to be kept.
 
     Args:
-        model: a module or a function.
+        model: a module or a function; without one, a decorator for it is returned, as ``torch.compile`` does.
         mode: as ``torch.compile`` takes it.
         fullgraph: as ``torch.compile`` takes it.
         dynamic: as ``torch.compile`` takes it.
@@ -64,7 +88,7 @@ def compile(
             three.
     """
     chosen = compile_options(mode, options, recompute)
-    return cast("_Compiled", torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, options=chosen))
+    return torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, options=chosen)
 
 
 def compile_options(

@@ -149,8 +149,14 @@ class Float8Linear(nn.Linear):
 
         Returns:
             ``[..., out_features]``, in autocast's dtype where autocast is on, else in the input's.
+
+        Raises:
+            TypeError: ``torch.fx`` traces symbolically.
+            RuntimeError: ``torch.jit.trace``, or a transform of ``torch.func``, would go through an FP8 product.
         """
         fp8 = self.fp8
+        if isinstance(input, torch.fx.Proxy):
+            raise TypeError(_no_products("torch.fx.symbolic_trace", fp8.name))
         device_type = input.device.type
         weight, bias = self.local_parameters()
         in_features = weight.shape[1]
@@ -161,6 +167,8 @@ class Float8Linear(nn.Linear):
         autocast = torch.is_autocast_enabled(device_type)
         if not fp8.enabled or (fp8.autocast_only and not autocast):
             return self.multiply_uncast(input, weight, bias)
+        if not torch.compiler.is_compiling():
+            _refuse_transforms(fp8.name)
         if self.training:
             fp8.look_for_steps(weight)
         if input.is_nested:
@@ -218,15 +226,35 @@ class Float8Linear(nn.Linear):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            f"torch.jit.script cannot compile the FP8 layer {self.fp8.name!r}: call lightning_fp8.revert_model(model) "
-            "first, or use torch.export, which takes FP8 layers (those of a mixed-precision run under autocast)."
-        )
+        raise RuntimeError(_no_products("torch.jit.script", self.fp8.name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
         self.fp8.follow(self.weight)
         return self
+
+
+def _refuse_transforms(name: str) -> None:
+    """Before they fail somewhere within.
+
+    Raises:
+        RuntimeError: TorchScript is traced, or a transform of ``torch.func`` is active.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError(_no_products("torch.jit.trace", name))
+    # What torch.autograd.Function asks, too, and torch.func has no public word for (torch 2.11, 2.13).
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"The transforms of torch.func (grad, vmap, jvp, jacrev) do not go through the FP8 layer {name!r}: exclude "
+            "it in LayerSelection, or call lightning_fp8.revert_model(model) first."
+        )
+
+
+def _no_products(tracer: str, name: str) -> str:
+    return (
+        f"{tracer} does not take the FP8 layer {name!r}: call lightning_fp8.revert_model(model) first, or use "
+        "torch.export, which takes FP8 layers (those of a mixed-precision run under autocast)."
+    )
 
 
 def with_leading_sizes(y: Tensor, input: Tensor) -> Tensor:

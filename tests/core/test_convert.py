@@ -6,7 +6,9 @@ import copy
 import io
 import multiprocessing
 import pickle
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +82,30 @@ def test_nothing_but_the_class_changes_and_back_again(name: str) -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_torchscript_is_refused_with_the_remedy() -> None:
-    model = every(mlp())
-    with pytest.raises(RuntimeError, match=r"the FP8 layer '0'.*revert_model"):
-        torch.jit.script(model)
-    x = torch.randn(16, 128)
-    assert torch.equal(torch.jit.script(revert_model(model))(x), model(x))
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "jit.script": lambda model, x: torch.jit.script(model)(x),
+    "jit.trace": lambda model, x: torch.jit.trace(model, x)(x),
+    "fx.symbolic_trace": lambda model, x: torch.fx.symbolic_trace(model)(x),
+    "func (grad": lambda model, x: torch.vmap(model)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("name", TRACERS)
+def test_what_has_no_fp8_products_is_refused_with_the_remedy(name: str) -> None:
+    model, x = every(mlp()), torch.randn(16, 128)
+    with pytest.raises((RuntimeError, TypeError), match=rf"torch\.{re.escape(name)}.*FP8 layer '0'.*revert_model"):
+        TRACERS[name](model, x)
+    revert_model(model)
+    torch.testing.assert_close(TRACERS[name](model, x), model(x))
+
+
+def test_layers_in_high_precision_can_be_traced() -> None:
+    """Outside of autocast a mixed-precision run's layers are plain ones."""
+    model, x = mlp(), torch.randn(16, 128)
+    convert_model(model, layers=EVERY, autocast_only=True)
+    assert torch.equal(torch.jit.trace(model.eval(), x)(x), model(x))
+    gradient = torch.func.grad(lambda x: model(x).sum())(x)
+    assert gradient.shape == x.shape
 
 
 def test_weights_move_freely_between_fp8_and_high_precision(tmp_path: Path) -> None:

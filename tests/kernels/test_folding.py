@@ -157,4 +157,10 @@ def test_both_graphs_of_an_inductor_model_go_through_the_pass(monkeypatch: pytes
         for layer in layers:
             layer(x).sum().backward()
         lightning_fp8.compile(lambda y: y @ y.t(), fullgraph=True)(x.detach())
-    assert len(seen) == 3, "forward and backward of the layers, and the function"
+
+        @lightning_fp8.compile(fullgraph=True)
+        def decorated(y: torch.Tensor) -> torch.Tensor:
+            return y.t() @ y
+
+        decorated(x.detach())
+    assert len(seen) == 4, "forward and backward of the layers, and the two functions"
