@@ -47,6 +47,17 @@ def _casts_from(text: str) -> LinearCasts:
     if len(uses) != 6:
         raise ValueError(f"recipe must be a recipe's name or six casts joined by commas, got {text!r}.")
     x, w, g = (OperandCasts(*uses[i : i + 2]) for i in (0, 2, 4))
+    if not all((x.straight, w.straight, g.straight, w.transposed)) or bool(x.transposed) != bool(g.transposed):
+        raise ValueError(
+            "recipe must have all six casts, or leave out both operands of grad_weight (input and grad_output, "
+            f"transposed), got {text!r}."
+        )
+    multiples = {use.multiple for use in (x.transposed, g.transposed, g.straight) if use and g.transposed}
+    if len(multiples) > 1:
+        raise ValueError(
+            f"recipe pads the tokens of grad_weight's operands to multiples of {sorted(multiples)}: use casts of one "
+            f"block size for input (transposed) and grad_output, got {text!r}."
+        )
     return LinearCasts(x, w, g, stored=False)
 
 
@@ -138,7 +149,8 @@ def _setup_scaled_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
 
 def _scaled_linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
+    # Arguments at the end that equal their defaults are not among these (torch 2.11, 2.13).
+    need_input, need_weight, need_bias = (*ctx.needs_input_grad, False)[:3]
     grad_input, grad_weight = _scaled_linear_backward_op(grad_output, x, weight, ctx.recipe, need_input, need_weight)
     grad_bias = grad_output.reshape(-1, weight.shape[0]).sum(0).to(ctx.bias_dtype) if need_bias else None
     return grad_input if need_input else None, grad_weight if need_weight else None, grad_bias, None, None

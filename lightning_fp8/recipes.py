@@ -79,8 +79,11 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments, as plain values."""
-        names = [p for p in inspect.signature(type(self).__init__).parameters if p != "self"]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self._setting_names()}
+
+    @classmethod
+    def _setting_names(cls) -> list[str]:
+        return [p for p in inspect.signature(cls.__init__).parameters if p != "self"]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that :func:`get_recipe` turns into an equal recipe."""
@@ -105,6 +108,10 @@ class Recipe:
     def _cast_for(self, gemm: Gemm, role: Role) -> Cast | None:
         casts = self.casts[role]
         return casts.straight if GEMMS_OF[role][0] == gemm else casts.transposed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Settings that the build which pickled it did not know get their defaults.
+        self.__init__(**{name: state[name] for name in self._setting_names() if name in state})  # type: ignore[misc]
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.settings() == other.settings()  # type: ignore[attr-defined]
@@ -362,7 +369,7 @@ def get_recipe(recipe: Recipe | Mapping[str, Any] | str) -> Recipe:
     name = settings.pop("name")
     if name not in _CLASSES:
         raise ValueError(f"Unknown FP8 recipe {name!r}: choose one of {', '.join(RECIPE_NAMES)}.")
-    known = [p for p in inspect.signature(_CLASSES[name].__init__).parameters if p != "self"]
+    known = _CLASSES[name]._setting_names()
     unknown = sorted(map(str, set(settings) - set(known)))
     if unknown:
         choices = ", ".join(known)

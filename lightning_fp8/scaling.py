@@ -135,8 +135,9 @@ class ScalingState:
         Raises:
             ValueError: ``state`` belongs to another recipe.
         """
-        if state["recipe"] != self.recipe.to_dict():
-            theirs = get_recipe(state["recipe"])
+        # As recipes, not as plain values: an earlier build may not have known all settings.
+        theirs = get_recipe(state["recipe"])
+        if theirs != self.recipe:
             raise ValueError(f"The state belongs to the recipe {theirs!r}, this run uses {self.recipe!r}.")
         missing = self.table.load_state_dict(state["table"])
         if self.history is not None and self.position is not None:

@@ -12,7 +12,7 @@ from lightning_fp8.casts import Cast, are_foreseeable
 from lightning_fp8.kernels import triton_block, triton_data, triton_foreseen, triton_stored
 from lightning_fp8.kernels.launch import Launch, at_once
 from lightning_fp8.kernels.layout import Operands, empty_operands
-from lightning_fp8.kernels.reference import round_up, row_multiple
+from lightning_fp8.kernels.reference import pad_rows, round_up, row_multiple
 
 # Numbers of programs follow from sizes by arithmetic, with torch.sym_min for min: where a traced graph has symbols for
 # sizes, a comparison would need a graph for either outcome.
@@ -85,7 +85,8 @@ def cast(
         return cast_foreseen(x, padded, straight, transposed, slot, launch=launch)
     by = _caster(straight or transposed, stored)
     if straight and transposed and _caster(transposed, stored) is not by:
-        # No recipe mixes such granularities: a pass for each direction does.
+        # No recipe mixes such granularities: a pass for each direction does, and rows that both have.
+        x = pad_rows(x, row_multiple(straight, transposed))
         codes, decode, _, _ = by(x, padded, straight, None, slot, launch=launch)
         _, _, codes_t, decode_t = _caster(transposed, stored)(x, padded, None, transposed, slot, launch=launch)
         return codes, decode, codes_t, decode_t

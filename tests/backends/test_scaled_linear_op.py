@@ -12,6 +12,7 @@ from lightning_fp8.operators import casts_text
 from lightning_fp8.ops import LinearCasts, scaled_linear
 from lightning_fp8.recipes import RECIPE_NAMES, RowwiseScaling, TensorwiseScaling, get_recipe
 
+TENSORWISE, BLOCKS = "e4m3/tensorwise", "e4m3/1x128"
 FROM_DATA = [name for name in RECIPE_NAMES if get_recipe(name).source == "data"]
 
 
@@ -50,6 +51,20 @@ def test_values_and_gradients_are_those_of_the_layers(recipe: str, dtype: torch.
     assert torch.equal(y, expected)
     for gradient, other in zip(got, (x2, weight2, bias2), strict=True):
         assert torch.equal(gradient, other.grad) and gradient.dtype == other.dtype
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), (None,), (None, "tensorwise"), (None, "tensorwise", None), (None, "rowwise")]
+)
+def test_gradients_where_the_last_arguments_are_left_out(arguments: tuple[Any, ...]) -> None:
+    """Torch then hands fewer of them to backward."""
+    x, weight, _ = operands()
+    torch.ops.lightning_fp8.scaled_linear(x, weight, *arguments).square().sum().backward()
+    x2, weight2, bias = operands()
+    recipe = arguments[1] if len(arguments) > 1 else "tensorwise"
+    y = torch.ops.lightning_fp8.scaled_linear(x2, weight2, torch.zeros_like(bias), recipe, torch.float32)
+    y.square().sum().backward()
+    assert torch.equal(x.grad, x2.grad) and torch.equal(weight.grad, weight2.grad)
 
 
 @pytest.mark.parametrize("recipe", [TensorwiseScaling(format="e4m3", margin=1.0), RowwiseScaling(power_of_two=False)])
@@ -113,6 +128,14 @@ def test_exported(tmp_path: Any) -> None:
         ("delayed", (128, 256), "keeps no scales"),
         ("fastest", (128, 256), "Unknown FP8 recipe"),
         ("e4m3/tensorwise", (128, 256), "six casts"),
+        (f",,{TENSORWISE},{TENSORWISE},{TENSORWISE},{TENSORWISE}", (128, 256), "all six casts"),
+        (
+            f"{TENSORWISE},,{TENSORWISE},{TENSORWISE},{TENSORWISE},{TENSORWISE}",
+            (128, 256),
+            "both operands of grad_weight",
+        ),
+        (f"{BLOCKS},{BLOCKS},{BLOCKS},{BLOCKS},{TENSORWISE},{TENSORWISE}", (128, 256), r"multiples of \[16, 128\]"),
+        (f"{BLOCKS},{TENSORWISE},{BLOCKS},{BLOCKS},{BLOCKS},{TENSORWISE}", (128, 256), r"multiples of \[16, 128\]"),
         ("blockwise", (128, 192), "multiples of 128"),
         ("tensorwise", (64, 256), r"x \[..., in\]"),
     ],

@@ -42,6 +42,7 @@ OBJECTS = [
     RowwiseScaling(),
     RowwiseScaling({"grad_weight.grad_output": "e5m2"}, True, False, 2.0),
     BlockwiseScaling("hybrid", True),
+    BlockwiseScaling(tiled_inputs=True),
     MXFP8Scaling("hybrid"),
 ]
 

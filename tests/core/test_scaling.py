@@ -260,6 +260,20 @@ def test_another_recipes_state_is_refused_and_changes_nothing(recipe: Recipe) ->
     assert torch.equal(state.table.data, before)
 
 
+def test_a_state_that_knows_fewer_settings_is_the_same_recipes() -> None:
+    """An earlier build may have written it."""
+    state = make()
+    run(state, 2.0)
+    saved = state.state_dict()
+    del saved["recipe"]["smoothing"]
+    other = make()
+    assert other.load_state_dict(saved) == []
+    assert torch.equal(other.table.data, state.table.data)
+    recipe = DelayedScaling(margin=1.0)
+    del recipe.smoothing
+    assert pickle.loads(pickle.dumps(recipe)) == DelayedScaling(margin=1.0)
+
+
 def test_copies_are_independent() -> None:
     state = make(amax_history_len=2)
     run(state, 2.0)

@@ -248,7 +248,7 @@ def main() -> None:
     with gpu():
         found = {name: [fold(graph.graph) for graph in trace(*case)[0]] for name, case in cases.items()}
         # From one tile to as many as programs at most, and as those that take several each.
-        rows = 128, 384, 1024, 64 * 1024, 64 * 8192
+        rows = 64, 192, 1024, 64 * 1024, 64 * 8192
         casts = [Cast(E4M3, "tensorwise"), Cast(E4M3, "tensorwise", power_of_two=True), Cast(E4M3, "rowwise")]
         counts = {str(cast): traced(cast, rows) for cast in casts}
     json.dump({"folded": found, "traced": counts}, sys.stdout)

@@ -107,6 +107,8 @@ def rowwise() -> int:
         (strided, casts("hybrid", "rowwise", "tensorwise"), UNSET),
         (strided, casts("straight", "rowwise", "rowwise"), UNSET),
         (mixed_values(132, 144), casts("hybrid", "rowwise", "rowwise"), None),
+        # Programs that go through several of the widest tiles, the last of them ragged.
+        (mixed_values(100, 8192), casts("hybrid", "rowwise", "rowwise"), UNSET),
     ]
     for x, pair, slot in checks:
         check_cast(x, *pair, slot, codes_tolerance=TOLERANCE)
@@ -115,11 +117,15 @@ def rowwise() -> int:
 
 def blocks() -> int:
     x = mixed_values(140, 128)
-    kinds = [("1x128", "1x128"), ("128x128", "128x128"), ("1x128", None), (None, "128x128"), ("128x128", "1x128")]
+    kinds = [("1x128", "1x128"), ("128x128", "128x128"), ("1x128", "128x128"), ("128x128", "1x128")]
+    kinds += [("1x128", None), (None, "128x128")]
     checks = [(x, (straight and Cast(E4M3, straight), kind and Cast(E5M2, kind, True))) for straight, kind in kinds]
     checks += [(mixed_values(130, 256, dtype), checks[0][1]) for dtype in (torch.float16, torch.float32)]
     checks += [(mixed_values(20, 96)[:, :32], (Cast(E4M3, "1x32"), Cast(E4M3, "1x32")))]
-    checks += [(mixed_values(20, 128), (Cast(E4M3, "1x128"), Cast(E4M3, "rowwise")))]
+    for other in ("rowwise", "tensorwise"):  # Beside the matrix lies what must not be read.
+        matrix = torch.full((256, 128), torch.nan)
+        matrix[:64] = mixed_values(64, 128)
+        checks += [(matrix[:64], (Cast(E4M3, "1x128"), Cast(E4M3, other)))]
     for values, pair in checks:
         check_cast(values, *pair, UNSET, codes_tolerance=TOLERANCE)
     return len(checks)
