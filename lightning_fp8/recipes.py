@@ -288,8 +288,8 @@ class BlockwiseScaling(Recipe):
         format: as in :class:`DelayedScaling`.
         power_of_two: round scales down to powers of two.
         tiled_inputs: 128x128 tiles for inputs too where they make the weight's gradient (``"blockwise_tiled"``): Hopper
-            multiplies blocks by tiles faster than blocks by blocks. Their scales are those of the output's GEMM, but
-            for the largest of 128 tokens at a time.
+            multiplies blocks by tiles faster than blocks by blocks. What shares a scale there is 128 tokens of 128
+            features, instead of one feature.
 
     Raises:
         ValueError: a setting is out of its range.
