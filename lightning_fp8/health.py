@@ -23,12 +23,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.host_copy import to_device
-from lightning_fp8.ranks import world_size
+from lightning_fp8.ranks import all_gather, world_size
 from lightning_fp8.recipes import ROLES
 
 Kind = Literal["nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift"]
@@ -305,7 +304,7 @@ class Health:
         if self.ranks == 1:
             return summary.unsqueeze(0)
         gathered = summary.new_empty(self.ranks, *summary.shape)
-        dist.all_gather_into_tensor(gathered.view(-1), summary.contiguous().view(-1))
+        all_gather(gathered.view(-1), summary.contiguous().view(-1)).wait()
         return gathered
 
     def unpack(self, message: Tensor) -> Reading:

@@ -241,7 +241,7 @@ def _refuse_transforms(name: str) -> None:
         RuntimeError: TorchScript is traced, or a transform of ``torch.func`` is active.
     """
     if torch.jit.is_tracing():
-        raise RuntimeError(_no_products("torch.jit.trace", name))
+        raise RuntimeError(_no_products("torch.jit.trace (a logger's log_graph=True, too)", name))
     # What torch.autograd.Function asks, too, and torch.func has no public word for (torch 2.11, 2.13).
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(

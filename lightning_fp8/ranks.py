@@ -23,6 +23,20 @@ def local_values(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def all_gather(messages: Tensor, message: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Begin to gather the messages of all ranks, one behind the other, by the backend's all-gather.
+
+    Args:
+        messages: ``[ranks * length]``, filled when the work is done.
+        message: ``[length]``, this rank's; as long on every rank.
+        group: the ranks; ``None`` means all.
+    """
+    # torch 2.13 renamed it and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(messages, message, group=group, async_op=True)
+    return work
+
+
 def gather_from_ranks(mine: T) -> list[T]:
     """Everybody's ``mine``, by rank: plain values and CPU tensors. Every rank must call."""
     ranks = world_size()

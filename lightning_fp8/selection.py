@@ -50,7 +50,7 @@ class LayerSelection:
         head: convert the final head too: the linear layer tied to an embedding, else the last one registered.
 
     Raises:
-        ValueError: a number is negative.
+        ValueError: a number is negative, or ``include`` is empty.
         TypeError: a setting is of another type.
     """
 
@@ -74,6 +74,10 @@ class LayerSelection:
         check_flag(head=head)
         check_function("a layer and its name", filter=filter)
         self.include = as_patterns("include", include)
+        if include is not None and not self.include:
+            raise ValueError(
+                "include is empty, so that no layer would be taken: leave it out, to take all, or name some."
+            )
         self.exclude = as_patterns("exclude", exclude)
         self.filter = filter
         self.keep_first_blocks = keep_first_blocks

@@ -23,8 +23,14 @@ class EMAOfAcceptedSteps(EMAWeightAveraging):
         """Find the recovery whose verdicts count.
 
         Raises:
-            MisconfigurationException: there is none among the Trainer's callbacks.
+            MisconfigurationException: there is none among the Trainer's callbacks, or the Trainer is that of
+                ``pytorch_lightning``, whose modules the callback of ``lightning`` does not take.
         """
+        if not isinstance(pl_module, pl.LightningModule):
+            raise MisconfigurationException(
+                "EMAOfAcceptedSteps averages modules of lightning.pytorch, as the callback of Lightning's that it is: "
+                "use the Trainer and LightningModule of lightning.pytorch."
+            )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._recovery = next((c for c in callbacks if isinstance(c, SkipBatchRecovery)), None)
         if self._recovery is None:

@@ -201,6 +201,8 @@ class SkipBatchRecovery(Callback):
                 "its iterator itself: take batch and batch_idx instead, or leave retry=False."
             )
         path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
+        if self.log_path == "auto" and trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = None  # As Lightning, which then writes neither logs nor checkpoints.
         if path is not None:
             remedy = "Choose another path for the event log with log=, or log=None."
             check_writable(trainer, path, remedy, why_not_begun)

@@ -111,7 +111,10 @@ class FP8Report(LayerCallback):
         if stage != "fit":
             return
         path = self.path
+        self._default_path = None
         if path is None:
+            if trainer.fast_dev_run:  # type: ignore[attr-defined]
+                return  # As Lightning, which then writes neither logs nor checkpoints.
             path = self._default_path = located(os.path.join(run_directory(trainer), PAGE_NAME))
         check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
 
@@ -163,7 +166,7 @@ class FP8Report(LayerCallback):
         super().on_train_end(trainer, pl_module)
         for callback in _others(trainer):
             callback.on_train_end(trainer, pl_module)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._place is not None:
             # Callbacks after this one have ends of their own to make.
             with while_ending("FP8Report", "as the fit ends"):
                 self._write(trainer, f"Finished at step {trainer.global_step}.", failed=False)
@@ -174,19 +177,26 @@ class FP8Report(LayerCallback):
         super().on_exception(trainer, pl_module, exception)
         for callback in _others(trainer):
             callback.on_exception(trainer, pl_module, exception)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._place is not None:
             what = f"{type(exception).__name__}: {exception}".rstrip(": ")
             with while_ending("FP8Report"):
                 self._write(trainer, f"Stopped at step {trainer.global_step} by {what}", failed=True)
 
     # The page
 
+    @property
+    def _place(self) -> Path | str | None:
+        return self.path or self._default_path
+
     def _write(
         self, trainer: pl.Trainer, state: str, failed: bool, path: str | os.PathLike[str] | None = None
     ) -> Path | str:
-        target = located(path) if path is not None else self.path or self._default_path
+        target = located(path) if path is not None else self._place
         if target is None:
-            raise RuntimeError("The log directory of a run is known from the beginning of its fit on: give a path.")
+            raise RuntimeError(
+                "The log directory of a run is known from the beginning of its fit on, and a fast_dev_run writes there "
+                "nothing: give a path."
+            )
         write_text(target, self._page(trainer, state, failed).html())
         return target
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_fp8.batches import tensors_of
 from lightning_fp8.checks import check_function, check_number
 from lightning_fp8.eager import run_eagerly
 from lightning_fp8.model import conversions
@@ -94,6 +95,7 @@ class FP8Throughput(Callback):
         self._clock = _Clock(torch.device("cpu"))
         self._unit: str = self.unit
         self._units = 0
+        self._warned = False
         self._done = Flops(0.0, 0.0)
         self._first_step: int | None = None
         self._pending: tuple[list[tuple[Any, Any]], dict[str, float], Flops, int] | None = None
@@ -204,13 +206,21 @@ class FP8Throughput(Callback):
     def _units_of(self, batch: Any) -> int:
         if self.count is not None:
             return int(self.count(batch))
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim]
         tokens = next((t for t in tensors if t.ndim == 2 and t.dtype in _INTEGERS), None)
         if self._unit == "auto":
             self._unit = "tokens" if tokens is not None else "samples"
-        if self._unit == "tokens":
-            return tokens.numel() if tokens is not None else 0
-        return tensors[0].shape[0] if tensors else 0
+        if self._unit == "tokens" and tokens is not None:
+            return tokens.numel()
+        if self._unit == "samples" and tensors:
+            return tensors[0].shape[0]
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"FP8Throughput finds no {self._unit} in a batch of type {type(batch).__name__}, and leaves out "
+                f"what follows from them: give unit={self._unit!r} and count=, a function that counts them."
+            )
+        return 0
 
     def _flops_of(self, batch: Any, units: int) -> Flops:
         if self.flops is not None:
@@ -231,11 +241,10 @@ class FP8Throughput(Callback):
             return
         per_device = numbers["units"] / seconds
         whole = per_device * numbers["replicas"]
-        metrics = {
-            f"{self._unit}_per_second": whole,
-            f"{self._unit}_per_second_per_device": per_device,
-            "steps_per_second": numbers["steps"] / seconds,
-        }
+        metrics = {"steps_per_second": numbers["steps"] / seconds}
+        if whole:
+            metrics[f"{self._unit}_per_second"] = whole
+            metrics[f"{self._unit}_per_second_per_device"] = per_device
         if sum(flops):
             metrics["tflops_per_device"] = sum(flops) / seconds / 1e12
             peak = self._peak(trainer)

@@ -26,6 +26,7 @@ from lightning_fp8.comm.codec import BF16Codec, BlockCodec, clear_tags
 from lightning_fp8.comm.handle import Handle, Waitable, WorkList
 from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.traffic import Traffic
+from lightning_fp8.ranks import all_gather
 
 #: What can be sent.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -323,7 +324,7 @@ class FP8Collectives:
     def _gather(self, messages: Tensor, message: Tensor) -> Waitable:
         if messages.device.type == "cpu":
             return self._swap(messages.unbind(), [message.view(-1)] * self.world_size)
-        return gather_bytes(messages.view(-1), message.view(-1), self.group)
+        return all_gather(messages.view(-1), message.view(-1), self.group)
 
     def _swap(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Waitable:
         """Send one message to each rank and receive one from each.
@@ -385,19 +386,6 @@ class FP8Collectives:
             handle = Handle(phases)
             handle.finish_on(self._stream)
         return handle
-
-
-def gather_bytes(messages: Tensor, message: Tensor, group: dist.ProcessGroup | None = None) -> Waitable:
-    """Begin to gather the messages of all ranks, one behind the other, by the backend's all-gather.
-
-    Args:
-        messages: uint8 ``[ranks * bytes]``, filled when the work is done.
-        message: uint8 ``[bytes]``, this rank's; as long on every rank.
-        group: the ranks; ``None`` means all.
-    """
-    # torch 2.13 renamed it and warns of the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(messages, message, group=group, async_op=True)
 
 
 def _pipeline(segments: Sequence[Iterator[Waitable]]) -> Iterator[Waitable]:

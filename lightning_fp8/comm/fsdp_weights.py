@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lightning_fp8 import kernels
 from lightning_fp8.casts import Cast
 from lightning_fp8.comm.codec import BlockCodec, use_kernels
-from lightning_fp8.comm.collectives import gather_bytes
 from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.formats import dequantize
 from lightning_fp8.linear import Float8Linear
+from lightning_fp8.ranks import all_gather
 from lightning_fp8.statistics import SCALE
 
 _ALIGNMENT = 16
@@ -97,7 +97,7 @@ class FP8AllGather:
         parts = [self._encode(segment, x) for segment, x in zip(segments, input_tensor.split(sizes), strict=True)]
         message = torch.cat(parts) if len(parts) > 1 else parts[0]
         messages = message.new_empty(ranks, message.numel())
-        gather_bytes(messages.view(-1), message, group).wait()
+        all_gather(messages.view(-1), message, group).wait()
         received = messages.split([part.numel() for part in parts], dim=1)
         outputs = output_tensor.view(ranks, -1).split(sizes, dim=1)
         for segment, rows, out in zip(segments, received, outputs, strict=True):

@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fp8.comm.codec import BlockCodec
-from lightning_fp8.comm.collectives import FP8Collectives, gather_bytes
+from lightning_fp8.comm.collectives import FP8Collectives
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.linear import Float8Linear, Float8State
-from lightning_fp8.ranks import local_values
+from lightning_fp8.ranks import all_gather, local_values
 from lightning_fp8.selection import why_not_weight
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
@@ -295,7 +295,7 @@ def _gather(x: Tensor, dim: int, collectives: FP8Collectives) -> Tensor:
     if whole.numel() >= collectives.min_numel:
         collectives.all_gather(whole, part)
     else:
-        gather_bytes(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8), collectives.group).wait()
+        all_gather(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8), collectives.group).wait()
     return whole.movedim(0, dim).contiguous()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
+from lightning_fp8.batches import tensors_of
 from lightning_fp8.checks import check_number, keep_as_floats
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES, Role
@@ -116,8 +117,8 @@ def spoil_batch(batch: Any, value: float) -> None:
     Raises:
         ValueError: there is none.
     """
-    for tensor in _pytree.tree_leaves(batch):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+    for tensor in tensors_of(batch):
+        if tensor.is_floating_point() and tensor.numel():
             _set_first(tensor, value)
             return
     raise ValueError("The batch holds no floating-point tensor to put a fault in: plant it in an activation.")

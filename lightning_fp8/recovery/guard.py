@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from lightning_fp8.batches import tensors_of
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.ranks import local_values, world_size
@@ -48,6 +48,7 @@ from lightning_fp8.recovery.verdict import (
     Judge,
     Layout,
     for_message,
+    norms_of,
     seen_value,
 )
 
@@ -133,7 +134,10 @@ class StepGuard:
     def _judge(self, optimizer: Optimizer) -> Judge:
         parameters = parameters_of(optimizer)
         if not parameters:
-            raise ValueError(f"{type(optimizer).__name__} has no parameters: there is nothing to guard.")
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameters: there is nothing to guard. Leave SkipBatchRecovery "
+                "out where configure_optimizers gives no optimizer."
+            )
         return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device)
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
@@ -167,7 +171,7 @@ class StepGuard:
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
         """A batch, so that a finding can tell whether the data itself held NaN or Inf; by itself that is no fault."""
-        tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+        tensors = [t for t in tensors_of(batch) if t.is_floating_point() and t.numel()]
         self._batches += [tensor.abs().max().to(self.device, torch.float32) for tensor in tensors]
 
     def observe(self, loss: Tensor) -> None:
@@ -325,7 +329,7 @@ class StepGuard:
                 if not is_lazy(parameter):
                     names.append(name)
                     floating.append(local_values(parameter.detach()))
-        norms = [norm.to(self.device) for norm in torch._foreach_norm(floating, 2, torch.float32)]
+        norms = [norm.to(self.device) for norm in norms_of(floating)]
         bad = for_message(torch.stack(norms))
         message = torch.zeros(len(names) + self.ranks, device=self.device)
         message[: len(names)] = bad

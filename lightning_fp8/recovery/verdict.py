@@ -287,14 +287,21 @@ class Judge:
         norms = torch.zeros(len(self.parameters), device=self.device)
         found = [(i, local_values(p.grad)) for i, p in enumerate(self.parameters) if p.grad is not None]
         if found:
-            values = torch.stack(
-                [norm.to(self.device) for norm in torch._foreach_norm([g for _, g in found], 2, torch.float32)]
-            )
+            values = torch.stack([norm.to(self.device) for norm in norms_of([g for _, g in found])])
             if len(found) == len(self.parameters):
                 return values
             indices = torch.tensor([i for i, _ in found], pin_memory=self.device.type == "cuda")
             norms[indices.to(self.device, non_blocking=True)] = values
         return norms
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, fp32 scalars; of complex numbers that of their parts."""
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    # Norms in a narrower type than the values' are refused.
+    wide = any(t.dtype == torch.float64 for t in real)
+    norms = torch._foreach_norm(real, 2, torch.float64 if wide else torch.float32)
+    return [norm.float() for norm in norms] if wide else list(norms)
 
 
 def for_message(values: Tensor) -> Tensor:

@@ -137,6 +137,11 @@ def test_minimum_size() -> None:
     assert decide(GPT(), min_size=10**9)["lm_head"].reason == "smaller than min_size=1000000000"
 
 
+def test_an_empty_include_is_no_word_for_all() -> None:
+    with pytest.raises(ValueError, match="include is empty"):
+        LayerSelection(include=[])
+
+
 @pytest.mark.parametrize("key", ["keep_first_blocks", "keep_last_blocks", "min_size"])
 def test_negative_numbers_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} must be at least 0"):
@@ -152,10 +157,11 @@ def test_negative_numbers_are_refused(key: str) -> None:
 )
 def test_settings_combine_as_sets(include: set[str], exclude: set[str], first: int, last: int, size: int) -> None:
     model = MODEL
-    whole = taken(model, include=sorted(include), exclude=sorted(exclude), keep_first_blocks=first,
+    patterns = sorted(include) or None
+    whole = taken(model, include=patterns, exclude=sorted(exclude), keep_first_blocks=first,
                   keep_last_blocks=last, min_size=size)  # fmt: skip
     parts = [
-        taken(model, include=sorted(include)),
+        taken(model, include=patterns),
         taken(model, exclude=sorted(exclude)),
         taken(model, keep_first_blocks=first),
         taken(model, keep_last_blocks=last),

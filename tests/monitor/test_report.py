@@ -194,6 +194,15 @@ def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_fast_dev_run_writes_where_it_is_told_alone(tmp_path: Path) -> None:
+    callbacks = [FP8Report(every_n_steps=1), SkipBatchRecovery()]
+    make_trainer(callbacks, 3, precision(), default_root_dir=tmp_path, fast_dev_run=True).fit(Net(), batches(3))
+    assert not list(tmp_path.iterdir())
+    report, recovery = FP8Report(tmp_path / "a.html", every_n_steps=1), SkipBatchRecovery(log=tmp_path / "a.jsonl")
+    make_trainer([report, recovery], 3, precision(), fast_dev_run=True).fit(Net(), batches(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.jsonl"}
+
+
 def test_the_log_directory_may_be_remote() -> None:
     """The page and recovery's log go where checkpoints go, in text and back."""
     root = "memory://bucket/run"

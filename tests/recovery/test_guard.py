@@ -341,6 +341,29 @@ def test_bad_weights_are_named():
     assert math.isnan(guard.bad_weights()[0].value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_of_other_dtypes_are_judged_too(dtype):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.filter = nn.Linear(16, 16), nn.Parameter(torch.ones(16, dtype=dtype))
+
+        def forward(self, x):
+            return (self.linear(x) * self.filter).abs().float()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    guard = StepGuard(model, [optimizer := torch.optim.AdamW(model.parameters(), 1e-2)])
+    batches = make_batches(4)
+    batches[2][0, 0] = math.nan
+    outcomes = train(model, optimizer, batches, guard)
+    assert [outcome.finding is None for outcome in outcomes] == [True, True, False, True]
+    assert guard.bad_weights() == []
+    with torch.no_grad():
+        model.filter[0] = math.nan
+    assert [culprit.where for culprit in guard.bad_weights()] == ["filter"]
+
+
 def test_fast_is_refused_where_it_cannot_be():
     model = make_model(False)
     with pytest.raises(ValueError, match="fused=True to SGD"):

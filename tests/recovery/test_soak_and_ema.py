@@ -94,6 +94,13 @@ def test_the_average_wants_exact_recovery(tmp_path):
         fit(tmp_path, [SkipBatchRecovery(log=None), EMAOfAcceptedSteps()], model=Net("adamw-fused"))
 
 
+def test_the_average_is_refused_for_modules_of_the_other_namespace(tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    trainer = make_trainer(tmp_path, [SkipBatchRecovery(log=None), average := EMAOfAcceptedSteps()])
+    with pytest.raises(MisconfigurationException, match=r"lightning\.pytorch"):
+        average.setup(trainer, other.LightningModule(), "fit")
+
+
 def test_a_checkpoint_of_an_average_is_guarded_too(tmp_path):
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     recovery = SkipBatchRecovery(snapshot_every=5, rewinds=1, log=None)

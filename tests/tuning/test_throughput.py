@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,44 @@ def test_samples_and_a_count_of_ones_own() -> None:
     assert counted["throughput/samples_per_second"] == pytest.approx(4 * counted["throughput/steps_per_second"])
     own = fit(FP8Throughput(every_n_steps=2, unit="tokens", count=lambda batch: 5)).rows[-1][1]
     assert own["throughput/tokens_per_second"] == pytest.approx(5 * own["throughput/steps_per_second"])
+
+
+@dataclass
+class Record:
+    tokens: Tensor
+
+
+class Sealed:
+    """What moves itself to a device."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def to(self, *args: Any, **kwargs: Any) -> Sealed:
+        return self
+
+
+class Packed(Net):
+    """Takes what holds the tokens."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["tokens"] if isinstance(batch, UserDict) else batch.tokens, batch_idx)
+
+
+@pytest.mark.parametrize("pack", [Record, lambda tokens: UserDict(tokens=tokens)])
+def test_tensors_of_a_batch_are_found_wherever_lightning_finds_them(pack: Any) -> None:
+    data = DataLoader(torch.randint(64, (64, LENGTH)), 4, collate_fn=lambda rows: pack(torch.stack(rows)))
+    row = fit(FP8Throughput(every_n_steps=2), data=data, model=Packed()).rows[-1][1]
+    assert row["throughput/tokens_per_second"] == pytest.approx(4 * LENGTH * row["throughput/steps_per_second"])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_batch_that_nobody_can_look_into_is_no_zero() -> None:
+    data = DataLoader(torch.randint(64, (64, LENGTH)), 4, collate_fn=lambda rows: Sealed(torch.stack(rows)))
+    with pytest.warns(UserWarning, match="no samples in a batch of type Sealed.*count=") as warned:
+        row = fit(FP8Throughput(every_n_steps=2, price_per_device_hour=1.0), data=data, model=Packed()).rows[-1][1]
+    assert sum("no samples" in str(warning.message) for warning in warned) == 1
+    assert list(row) == ["throughput/steps_per_second"]
 
 
 def test_any_logger_takes_it(tmp_path: Path) -> None:
