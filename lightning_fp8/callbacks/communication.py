@@ -105,7 +105,10 @@ class FP8Communication(Callback):
             RuntimeError: training has not begun.
         """
         if not self._lines:
-            raise RuntimeError("Nothing is installed yet: summary() is known once trainer.fit has begun.")
+            raise RuntimeError(
+                "Nothing is installed yet: summary() is known once trainer.fit has begun, with strategies that spawn "
+                "or fork in their processes only."
+            )
         sent = [
             f"  {name} so far: {traffic.sent:,} bytes sent in {traffic.calls:,} collectives, {traffic.bf16:,} in bf16"
             for name, traffic in (("gradients", self.grad_traffic), ("weights", self.param_traffic))
