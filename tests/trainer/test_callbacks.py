@@ -119,10 +119,10 @@ def test_learning_rate_finder_leaves_no_trace() -> None:
     assert_same(fp8_state(first), fp8_state(trainer))
 
 
-def test_learning_rate_finder_as_a_callback() -> None:
+def test_learning_rate_finder_as_a_callback(tmp_path: Path) -> None:
     model = Net("sgd", lr=1e-2)
     finder = LearningRateFinder(min_lr=1e-6, max_lr=1e-1, num_training_steps=8, update_attr=False)
-    trainer = fit(model, callbacks=[finder], enable_checkpointing=True)
+    trainer = fit(model, callbacks=[finder], enable_checkpointing=True, default_root_dir=tmp_path)
     assert finder.optimal_lr is not None
     assert (fp8_state(trainer)["runtime"]["position"] == 5 % 3).all()
 
