@@ -31,6 +31,7 @@ from lightning_fp8.kernels.triton_cast import Tile
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, get_recipe
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import StatisticsTable
+from lightning_fp8.tuning.bench import RECIPES
 
 #: Activations and a weight of a Llama-8B-sized layer; a small model's activations.
 SHAPES = [(16384, 4096), (16384, 14336), (4096, 14336), (32768, 768)]
@@ -180,7 +181,7 @@ def host_us(run: Callable[[], object], calls: int = 300) -> float:
 def bench_linears() -> list[dict[str, Any]]:
     """Forward and backward of one linear, against its three GEMMs alone and against bf16."""
     rows = []
-    for name in ("delayed", "tensorwise_pow2", "tensorwise", "rowwise", "blockwise", "blockwise_tiled"):
+    for name in RECIPES:
         recipe = get_recipe(name)
         for k, n in LINEARS:
             rows.append({"recipe": name, "K": k, "N": n, **linear_times(recipe, k, n)})

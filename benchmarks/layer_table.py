@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_fp8.recipes import get_recipe
+from lightning_fp8.tuning.bench import RECIPES
 from lightning_fp8.tuning.layers import measure_host, measure_layer
 from lightning_fp8.tuning.table import LayerTable, grid
 
@@ -19,8 +20,7 @@ from lightning_fp8.tuning.table import LayerTable, grid
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recipes = ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled", "rowwise_gw_hp"]
-    parser.add_argument("--recipes", nargs="+", default=recipes)
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES, "rowwise_gw_hp"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     table = LayerTable(torch.cuda.get_device_name(), torch.__version__, datetime.date.today().isoformat())

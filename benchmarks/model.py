@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from peers import PEERS
 
-from lightning_fp8.tuning.bench import measure
+from lightning_fp8.tuning.bench import RECIPES, measure
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 
-DEFAULT = ["bf16", "delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled"]
+DEFAULT = ["bf16", *RECIPES]
 
 
 def main() -> None:

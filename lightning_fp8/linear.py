@@ -93,11 +93,8 @@ class Float8State:
             self.link()
 
     def look_for_steps(self, weight: Tensor) -> None:
-        """Warn, once for all layers, where weights are updated again and again and nobody says that a step is over.
-
-        Compiled code does not look.
-        """
-        if torch.compiler.is_compiling() or self.scaling.history is None or weight.is_inference():
+        """Warn, once for all layers, where weights are updated again and again and nobody says that a step is over."""
+        if self.scaling.history is None or weight.is_inference():
             return
         version, steps, updates = self._seen
         if weight._version != version:
@@ -169,8 +166,8 @@ class Float8Linear(nn.Linear):
             return self.multiply_uncast(input, weight, bias)
         if not torch.compiler.is_compiling():
             _refuse_transforms(fp8.name)
-        if self.training:
-            fp8.look_for_steps(weight)
+            if self.training:
+                fp8.look_for_steps(weight)
         if input.is_nested:
             return _map_rows(self.forward, input)
         out_dtype = torch.get_autocast_dtype(device_type) if autocast else input.dtype

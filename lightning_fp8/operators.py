@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fp8.casts import Cast, OperandCasts
 from lightning_fp8.ops import LinearCasts, ScaledLinear, cast, linear_gradients
-from lightning_fp8.recipes import ROLES, Recipe, get_recipe
+from lightning_fp8.recipes import RECIPE_NAMES, ROLES, Recipe, get_recipe
 
 
 def casts_text(recipe: Recipe) -> str:
@@ -30,9 +30,10 @@ def casts_text(recipe: Recipe) -> str:
         ValueError: the recipe's scales are kept over steps, which an operator without state cannot do.
     """
     if recipe.source != "data":
+        from_data = ", ".join(name for name in RECIPE_NAMES if get_recipe(name).source == "data")
         raise ValueError(
             f"The operator keeps no scales over steps, as the {recipe.name} recipe needs: use one that scales from the "
-            "data (tensorwise, tensorwise_pow2, rowwise, rowwise_gw_hp, blockwise, blockwise_tiled, mxfp8)."
+            f"data ({from_data})."
         )
     return ",".join(
         str(use or "") for role in ROLES for use in (recipe.casts[role].straight, recipe.casts[role].transposed)

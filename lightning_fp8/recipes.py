@@ -383,7 +383,7 @@ def _check_values(settings: Mapping[str, Any]) -> None:
     jsonargparse (seen with 4.53) drops the name of a class whose settings it could not match, and leaves the settings.
     """
     for cls in _CLASSES.values():
-        if settings.keys() <= inspect.signature(cls.__init__).parameters.keys():
+        if settings.keys() <= set(cls._setting_names()):
             cls(**settings)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_fp8.files import why_not_writable
+from lightning_fp8.files import located, why_not_writable
 
 
 def run_directory(trainer: pl.Trainer) -> str:
@@ -18,6 +19,16 @@ def run_directory(trainer: pl.Trainer) -> str:
     them. ``setup`` is a place that all ranks come by.
     """
     return str(trainer.log_dir or trainer.default_root_dir)
+
+
+def default_path(trainer: pl.Trainer, name: str) -> Path | str | None:
+    """Where a run's file of this name goes if nobody says otherwise; every rank must call.
+
+    None in a ``fast_dev_run``, in which Lightning writes neither logs nor checkpoints.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    return located(os.path.join(run_directory(trainer), name))
 
 
 def check_writable(

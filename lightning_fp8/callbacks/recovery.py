@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.callbacks._averages import Averages, average_again
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
-from lightning_fp8.callbacks._directory import check_writable, run_directory
+from lightning_fp8.callbacks._directory import check_writable, default_path
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
@@ -200,9 +200,7 @@ class SkipBatchRecovery(Callback):
                 "retry=True repeats training_step for one batch, which training_step(self, dataloader_iter) takes from "
                 "its iterator itself: take batch and batch_idx instead, or leave retry=False."
             )
-        path = os.path.join(run_directory(trainer), LOG_NAME) if self.log_path == "auto" else self.log_path
-        if self.log_path == "auto" and trainer.fast_dev_run:  # type: ignore[attr-defined]
-            path = None  # As Lightning, which then writes neither logs nor checkpoints.
+        path = default_path(trainer, LOG_NAME) if self.log_path == "auto" else self.log_path
         if path is not None:
             remedy = "Choose another path for the event log with log=, or log=None."
             check_writable(trainer, path, remedy, why_not_begun)

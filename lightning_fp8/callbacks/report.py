@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.callbacks._directory import check_writable, run_directory
+from lightning_fp8.callbacks._directory import check_writable, default_path
 from lightning_fp8.callbacks._ending import while_ending
 from lightning_fp8.callbacks._layers import LayerCallback, When
 from lightning_fp8.checks import check_number, check_path, check_text
@@ -110,13 +110,9 @@ class FP8Report(LayerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        path = self.path
-        self._default_path = None
-        if path is None:
-            if trainer.fast_dev_run:  # type: ignore[attr-defined]
-                return  # As Lightning, which then writes neither logs nor checkpoints.
-            path = self._default_path = located(os.path.join(run_directory(trainer), PAGE_NAME))
-        check_writable(trainer, path, "Give FP8Report the path of a file that can be.")
+        self._default_path = default_path(trainer, PAGE_NAME) if self.path is None else None
+        if self._place is not None:
+            check_writable(trainer, self._place, "Give FP8Report the path of a file that can be.")
 
     def _forget(self) -> None:
         self._layers, self._last, self._curves = None, None, _curves(self.history)

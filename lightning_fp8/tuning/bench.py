@@ -27,6 +27,9 @@ from lightning_fp8.tuning.decoder import Decoder, DecoderShape, random_tokens
 #: Losses noted before timing.
 FIRST_STEPS = 6
 
+#: What is measured beside bf16 where nobody says otherwise.
+RECIPES = ("delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled")
+
 #: What variants may name before the colon.
 BACKENDS: dict[str, Backend] = {
     "native": NativeBackend(),

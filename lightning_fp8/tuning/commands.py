@@ -16,7 +16,7 @@ from lightning_fp8.backends import NativeBackend
 from lightning_fp8.cli_errors import CommandParser, OneLineParser, one_line
 from lightning_fp8.recipes import RECIPE_NAMES, Recipe, get_recipe
 from lightning_fp8.tuning.advice import advise as look_at
-from lightning_fp8.tuning.bench import BACKENDS, measure
+from lightning_fp8.tuning.bench import BACKENDS, RECIPES, measure
 from lightning_fp8.tuning.choice import DEFAULT_TOKENS, Source, times_on, variant_in
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 from lightning_fp8.tuning.machine import describe, examine
@@ -92,8 +92,7 @@ def _bench_parser(cuda: bool) -> CommandParser:
         default=["8b" if cuda else "tiny"],
         help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
     )
-    recipes = ["delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled"]
-    parser.add_argument("--recipes", nargs="+", default=recipes)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
     parser.add_argument(
         "--compile",
