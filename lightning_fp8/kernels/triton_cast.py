@@ -40,7 +40,7 @@ CAST_TILE = Tile(64, 128, 8)
 #: The same where it divides columns evenly, as those of widths like 320 and 1600, and ``CAST_TILE`` does not.
 NARROW_CAST_TILE = Tile(64, 64, 4)
 #: Casts of a matrix in memory with a scale for each row, or column.
-VECTOR_CAST_TILE = Tile(128, 64, 4)
+VECTOR_CAST_TILE = Tile(64, 128, 4, 8)
 #: The amaxes of rows and columns, of a matrix in memory whose columns it divides and of any other. The wider a tile is,
 #: the less passes between lanes; what computes values needs the registers.
 WIDE_AMAX_TILE, VECTOR_AMAX_TILE = Tile(32, 512, 4), Tile(64, 128, 4)

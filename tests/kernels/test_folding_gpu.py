@@ -130,16 +130,19 @@ def test_all_passes_compute_where_scales_come_from_the_data(
     assert len(sources) == passes * len(names)
 
 
-def make_block() -> nn.Module:
+def make_blocks(recipe: str = "delayed", block: Callable[[DecoderShape], nn.Module] = Block) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = nn.Sequential(Block(SHAPE), Block(SHAPE), nn.Linear(SHAPE.width, SHAPE.width)).to(torch.bfloat16)
-    convert_model(model, "delayed", layers=LayerSelection())
+        model = nn.Sequential(block(SHAPE), block(SHAPE), nn.Linear(SHAPE.width, SHAPE.width)).to(torch.bfloat16)
+    convert_model(model, recipe, layers=LayerSelection())
     return model
 
 
-def losses(compile: Callable[[nn.Module], None], steps: int = 6) -> tuple[list[float], nn.Module]:
-    model = make_block()
+def losses(
+    compile: Callable[[nn.Module], None], steps: int = 6, model: nn.Module | None = None
+) -> tuple[list[float], nn.Module]:
+    torch._dynamo.reset()
+    model = model or make_blocks()
     for block in list(model)[:2]:
         compile(block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -166,7 +169,6 @@ def test_blocks_train_as_without_folding(mode: str | None, sources: list[str]) -
     options = lightning_fp8.compile_options(mode)
     want, plain_model = losses(lambda block: block.compile(mode=mode, fullgraph=True, dynamic=False))
     assert not sources
-    torch._dynamo.reset()
     got, model = losses(lambda block: block.compile(fullgraph=True, dynamic=False, options=options))
     print("losses", want, got)
     # Two norms and an activation; the gradients of gate and up, and of query, key and value. Blocks share their graphs.
@@ -186,7 +188,6 @@ def test_graphs_from_the_disk_are_folded_too(tmp_path, monkeypatch: pytest.Monke
     found = []
     with torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=True):
         for _ in range(2):
-            torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             found.append(losses(lambda block: block.compile(fullgraph=True, options=options), 3)[0])
     assert found[0] == found[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8
 from lightning_fp8 import LayerSelection, convert_model
@@ -16,7 +17,7 @@ from lightning_fp8.kernels import triton_cast
 from lightning_fp8.model import conversions
 from lightning_fp8.tuning.decoder import Block, DecoderShape
 from tests.kernels.agreement import FORESEEN, UNSET, casts, check_later, every_16_bit_value, mixed_values
-from tests.kernels.test_folding_gpu import losses, sources  # noqa: F401  # A fixture, used by itself.
+from tests.kernels.test_folding_gpu import losses, make_blocks, sources  # noqa: F401  # A fixture, used by itself.
 
 pytestmark = pytest.mark.gpu
 Recompute = Literal["none", "cheap", "all"]
@@ -95,7 +96,6 @@ def test_gradients_have_the_bits_of_those_from_kept_operands(recipe: str) -> Non
 def test_blocks_train_as_without_recomputing(mode: str | None) -> None:
     found = {}
     for setting in ("none", *SETTINGS):
-        torch._dynamo.reset()
         options = lightning_fp8.compile_options(mode, recompute=setting)
         found[setting], _ = losses(lambda block, o=options: block.compile(fullgraph=True, dynamic=False, options=o))
     print("losses", found)
@@ -104,6 +104,34 @@ def test_blocks_train_as_without_recomputing(mode: str | None) -> None:
         # A sum before a norm is kept, so that forward too reads it as it was rounded.
         assert found[setting][0] == pytest.approx(found["none"][0], rel=1e-4)
         torch.testing.assert_close(found[setting], found["none"], rtol=5e-3, atol=0)
+
+
+class Checkpointed(nn.Module):
+    """A block whose forward runs again in backward."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.block = Block(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("setting", ["none", "all"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise_pow2", "rowwise", "blockwise_tiled"])
+def test_checkpointed_blocks_train_as_others(recipe: str, setting: Recompute) -> None:
+    """The first of both steps has scales that are unset; forward runs twice with the same."""
+
+    options = lightning_fp8.compile_options(recompute=setting)
+    (want, plain), (got, model) = (
+        losses(lambda block: block.compile(fullgraph=True, dynamic=False, options=options), model=make_blocks(*how))
+        for how in ((recipe,), (recipe, Checkpointed))
+    )
+    print("losses", want, got)
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=0)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        far = (p - q).float().norm() / q.float().norm()
+        assert far < 2e-2, f"{name}: {far:.4f}"
 
 
 def memory(recompute: Recompute, shape: DecoderShape) -> tuple[int, int]:
