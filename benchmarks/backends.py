@@ -21,25 +21,19 @@ from torch import Tensor, nn
 from examples.gpt.data import read_text
 from examples.gpt.model import GPT
 from lightning_fp8 import LayerSelection, convert_model, step
-from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.backends import NAMED_BACKENDS
 from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import cast, fbgemm, scaled_mm
 from lightning_fp8.model import conversions
 from lightning_fp8.recipes import RECIPE_NAMES, get_recipe
 
-BACKENDS: dict[str, Backend] = {
-    "native": NativeBackend(),
-    "native fbgemm": NativeBackend(gemm="fbgemm"),
-    "torchao": TorchaoBackend(),
-    "transformer_engine": TransformerEngineBackend(),
-}
 CUDA = torch.device("cuda")
 ALL = LayerSelection()
 
 
 def runnable() -> Iterator[tuple[str, str]]:
     """Backend and recipe, where they run on tensor cores or emulated here."""
-    for name, backend in BACKENDS.items():
+    for name, backend in NAMED_BACKENDS.items():
         for recipe in RECIPE_NAMES:
             if backend.support(get_recipe(recipe), CUDA).kind != "refused":
                 yield name, recipe
@@ -49,7 +43,7 @@ def refused() -> list[str]:
     """Why the others do not run, each reason once."""
     supports = {
         f"{name}: {backend.support(get_recipe(recipe), CUDA).reason}"
-        for name, backend in BACKENDS.items()
+        for name, backend in NAMED_BACKENDS.items()
         for recipe in RECIPE_NAMES
         if backend.support(get_recipe(recipe), CUDA).kind == "refused"
     }
@@ -105,7 +99,7 @@ def gradients() -> str:
     for name, recipe in [("bf16", ""), *runnable()]:
         model = copy.deepcopy(plain)
         if recipe:
-            convert_model(model, recipe, backend=BACKENDS[name], layers=ALL, autocast_only=True)
+            convert_model(model, recipe, backend=NAMED_BACKENDS[name], layers=ALL, autocast_only=True)
         got = backward(model, autocast=True)
         values = [sqnr(exact[layer], got[layer]) for layer in layers]
         rows.append([name, recipe, f"{min(values):.1f}", *(f"{value:.1f}" for value in values)])
@@ -135,12 +129,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def checkpoints() -> str:
     """A checkpoint written by each backend goes on in each other: the first losses there."""
-    names = [name for name in BACKENDS if (name, "tensorwise") in set(runnable())]
+    names = [name for name in NAMED_BACKENDS if (name, "tensorwise") in set(runnable())]
 
     def make(name: str) -> GPT:
         model = make_gpt()
         if name != "bf16":
-            convert_model(model, "tensorwise", backend=BACKENDS[name], layers=ALL, autocast_only=True)
+            convert_model(model, "tensorwise", backend=NAMED_BACKENDS[name], layers=ALL, autocast_only=True)
         return model
 
     rows = []
@@ -173,7 +167,7 @@ def curves(steps: int = 200) -> str:
     for name, recipe in [("bf16", ""), *runnable()]:
         model = make_gpt()
         if recipe:
-            convert_model(model, recipe, backend=BACKENDS[name], layers=ALL, autocast_only=True)
+            convert_model(model, recipe, backend=NAMED_BACKENDS[name], layers=ALL, autocast_only=True)
         losses = train(model, steps, text_batches(), adamw(model))
         rows.append([name, recipe, *(f"{sum(losses[mark - 10 : mark]) / 10:.4f}" for mark in marks)])
     head = ["backend", "recipe", *(f"step {mark}" for mark in marks)]

@@ -23,13 +23,13 @@ import triton
 from torch import Tensor, nn
 
 from lightning_fp8 import LayerSelection, convert_model, kernels, ops
+from lightning_fp8.amax_history import AmaxHistory
 from lightning_fp8.casts import Cast
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.kernels import triton_cast
 from lightning_fp8.kernels.scale_update import step_scales
 from lightning_fp8.kernels.triton_cast import Tile
 from lightning_fp8.recipes import ROLES, DelayedScaling, Recipe, get_recipe
-from lightning_fp8.scaling import ScalingState
 from lightning_fp8.statistics import StatisticsTable
 from lightning_fp8.tuning.bench import RECIPES
 
@@ -133,8 +133,9 @@ def bench_host() -> list[dict[str, Any]]:
     cases.append(("scaled_mm", lambda: kernels.scaled_mm(a, a, decode, decode, (cast, cast), torch.bfloat16, False)))
     cases.append(("torch.mm", lambda: torch.mm(x, x.t())))
     recipe = DelayedScaling()
-    state = ScalingState(recipe, StatisticsTable([str(i) for i in range(200)], "cuda"))
-    arguments = (state.table.data, state.history, state.position, state._format_maxima, recipe)
+    table = StatisticsTable([str(i) for i in range(200)], "cuda")
+    history = AmaxHistory(recipe, table)
+    arguments = (table.data, history.values, history.position, history.format_maxima, recipe)
     cases.append(("step_scales, 200 layers", partial(step_scales, *arguments)))
     return [{"call": name, "host us": host_us(run), "gpu us": median_ms(run, 10) * 1e3} for name, run in cases]
 

@@ -1,7 +1,7 @@
-"""A `DataLoader` that can stop after any batch and go on there, bit for bit, also on another number of ranks.
+"""A ``DataLoader`` that can stop after any batch and go on there, bit for bit, also on another number of ranks.
 
-Lightning saves the state of every loader that has `state_dict` and `load_state_dict` with its checkpoints; a plain
-`DataLoader` has none, so after a resume in mid-epoch it would begin its epoch anew.
+Lightning saves the state of every loader that has ``state_dict`` and ``load_state_dict`` with its checkpoints; a plain
+``DataLoader`` has none, so after a resume in mid-epoch it would begin its epoch anew.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` whose next epoch can begin at a later sample; with one replica it serves one process.
+    """A ``DistributedSampler`` whose next epoch can begin at a later sample; with one replica it serves one process.
 
-    The order depends on `seed` and the epoch only. Rank r of R takes every R-th index of that order, so that after n
+    The order depends on ``seed`` and the epoch only. Rank r of R takes every R-th index of that order, so that after n
     samples on each rank exactly the first n * R are used up: a position that means the same on any number of ranks.
     """
 
+    #: Samples of this rank to leave out at the front of the next epoch.
     start = 0
-    """Samples of this rank to leave out at the front of the next epoch."""
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
@@ -33,16 +33,16 @@ class ResumableLoader(DataLoader[Any]):
     """Batches in an order that is shuffled anew each epoch, and a position in it that a checkpoint can hold.
 
     Args:
-        dataset: A dataset with a length.
-        batch_size: Samples per batch and rank.
-        shuffle: Whether to permute the samples, or to keep their order.
-        drop_last: Whether to leave out the samples that do not fill the last batch.
-        num_replicas: Number of ranks that share the data.
-        rank: The index of this one.
-        seed: Seed of the order, the same on all ranks.
+        dataset: a dataset with a length.
+        batch_size: samples per batch and rank.
+        shuffle: whether to permute the samples, or to keep their order.
+        drop_last: whether to leave out the samples that do not fill the last batch.
+        num_replicas: number of ranks that share the data.
+        rank: the index of this one.
+        seed: seed of the order, the same on all ranks.
 
     Raises:
-        ValueError: If there are too few samples for a single batch.
+        ValueError: there are too few samples for a single batch.
     """
 
     sampler: ResumableSampler
@@ -59,8 +59,9 @@ class ResumableLoader(DataLoader[Any]):
         seed: int = 0,
     ) -> None:
         sampler = ResumableSampler(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        # a generator of its own: an iterator's seed would otherwise be drawn from the global one, and move dropout
+        # A generator of its own: an iterator's seed would otherwise be drawn from the global one, and move dropout.
         super().__init__(dataset, batch_size, sampler=sampler, drop_last=drop_last, generator=torch.Generator())
+        self._samples_per_rank = batch_size
         self._batch = 0
         self._loaded: dict[str, int] | None = None
         if len(self) == 0:
@@ -73,20 +74,19 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def _samples_per_batch(self) -> int:
         """Over all ranks."""
-        assert self.batch_size is not None  # for mypy: set in __init__
-        return self.batch_size * self.sampler.num_replicas
+        return self._samples_per_rank * self.sampler.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and with it the order; a Trainer does it by itself."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Any:
-        # a generator: its body runs with the first batch, after the Trainer has set the epoch
+        # A generator: its body runs with the first batch, after the Trainer has set the epoch.
         loaded, self._loaded = self._loaded, None
         self._batch = 0
         if loaded is not None and loaded["epoch"] == self.sampler.epoch:
             self._batch = loaded["samples"] // self._samples_per_batch
-        self.sampler.start = self._batch * (self.batch_size or 0)
+        self.sampler.start = self._batch * self._samples_per_rank
         for batch in super().__iter__():
             self._batch += 1
             yield batch
@@ -96,7 +96,7 @@ class ResumableLoader(DataLoader[Any]):
         return {"epoch": self.sampler.epoch, "samples": self._batch * self._samples_per_batch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Begin the next iteration where the one that gave `state_dict` was, if it is of the same epoch."""
+        """Begin the next iteration where the one that gave ``state_dict`` was, if it is of the same epoch."""
         self._loaded = dict(state_dict)
         self.set_epoch(state_dict["epoch"])
 
@@ -107,11 +107,11 @@ def make_loader(
     """This rank's loader: shuffled full batches for training, everything in its own order for evaluation.
 
     Args:
-        trainer: Tells how its strategy shares data among ranks; None means a single process.
-        dataset: A dataset with a length.
-        batch_size: Samples per batch and rank.
-        train: Whether it is for training.
-        seed: Seed of the order.
+        trainer: tells how its strategy shares data among ranks; ``None`` means a single process.
+        dataset: a dataset with a length.
+        batch_size: samples per batch and rank.
+        train: whether it is for training.
+        seed: seed of the order.
     """
     shard = {} if trainer is None else getattr(trainer.strategy, "distributed_sampler_kwargs", {})
     return ResumableLoader(dataset, batch_size, shuffle=train, drop_last=train, seed=seed, **shard)

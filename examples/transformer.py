@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each normed before and added to what came in ([batch, time, width]).
+    """Attention, then a feed-forward network, each normed before and added to what came in (``[batch, time, width]``).
 
     Args:
-        width: Size of the residual stream.
-        heads: Attention heads.
-        causal: Whether a position sees only those before it.
+        width: size of the residual stream.
+        heads: attention heads.
+        causal: whether a position sees only those before it.
 
     Raises:
-        ValueError: If the projections could not run in FP8, or the heads do not share the width evenly.
+        ValueError: the projections could not run in FP8, or the heads do not share the width evenly.
     """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -42,7 +42,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
     def _attend(self, qkv: Tensor) -> Tensor:
-        # scores and softmax stay in high precision: only the projections around them become FP8
+        # Scores and softmax stay in high precision: only the projections around them become FP8.
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
 
@@ -55,7 +55,7 @@ def init_std(width: int) -> float:
 def make_blocks(layers: int, width: int, heads: int, causal: bool) -> nn.ModuleList:
     """Blocks with small weights.
 
-    The `2 * layers` projections back into the residual stream add up there: GPT-2's factor (Radford et al. 2019,
+    The ``2 * layers`` projections back into the residual stream add up there: GPT-2's factor (Radford et al. 2019,
     section 2.3) keeps their sum as large as one.
     """
     std = init_std(width)
@@ -71,7 +71,7 @@ def make_blocks(layers: int, width: int, heads: int, causal: bool) -> nn.ModuleL
 
 
 def warmup_cosine(step: int, warmup: int, steps: Callable[[], float]) -> float:
-    """Factor on the learning rate: up to 1 in `warmup` steps, then along a cosine to 0.1 at `steps()`."""
+    """Factor on the learning rate: up to 1 in ``warmup`` steps, then along a cosine to 0.1 at ``steps()``."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1.0, steps() - warmup)))
@@ -83,7 +83,7 @@ def configure_adamw(
     """AdamW, with decay on matrices only, under a learning rate that warms up and falls along a cosine.
 
     Raises:
-        ValueError: If there is no warmup.
+        ValueError: there is no warmup.
     """
     if warmup < 1:
         raise ValueError(f"warmup must be at least 1 step, got {warmup}")

@@ -31,8 +31,7 @@ from lightning_fp8.recipes import (
 )
 from lightning_fp8.selection import LayerSelection
 from lightning_fp8.shard import shard
-
-__version__ = "0.1.0"
+from lightning_fp8.version import __version__
 
 __all__ = [
     "AmaxMonitor",
@@ -56,6 +55,7 @@ __all__ = [
     "SkipBatchRecovery",
     "StaticScaling",
     "TensorwiseScaling",
+    "__version__",
     "compile",
     "compile_options",
     "convert_model",

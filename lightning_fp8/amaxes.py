@@ -1,7 +1,8 @@
-"""Amaxes of layers that multiply in high precision, taken in eager and compiled code alike."""
+"""Amaxes of layers that multiply in high precision, taken in eager and compiled code alike, and of any tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,17 +41,44 @@ def record_amax(x: Tensor, slot: Tensor) -> None:
 
 
 def _record_amax(x: Tensor, slot: Tensor) -> None:
+    amax = amax_of(x)
+    if amax is None:
+        return
+    slot = slot.data
+    # The slot may be on another device, where a model is spread over several.
+    slot[AMAX].copy_(torch.maximum(slot[AMAX], amax.to(slot)))
+
+
+def amax_of(x: Tensor) -> Tensor | None:
+    """The largest magnitude in ``x``. NaN and Inf propagate; the host does not wait.
+
+    Args:
+        x: any shape, floating point (FP8 too), dense, nested or sparse; of a DTensor this rank's shard counts, of a
+            sparse tensor what it stores, values at the same place one by one.
+
+    Returns:
+        ``[]`` on the device of ``x``, in its type (of FP8 in bf16); ``None`` where there are no values.
+    """
+    # FP8 has no kernels for it; bf16 holds every value of each of its formats.
+    parts = [p.bfloat16() if p.dtype.itemsize == 1 else p for p in _dense_parts(x) if p.numel()]
+    if not parts:
+        return None
+    # One pass and no temporary, unlike x.abs().amax().
+    if len(parts) == 1:
+        return torch.linalg.vector_norm(parts[0], torch.inf)
+    return torch.stack(torch._foreach_norm(parts, torch.inf)).amax()
+
+
+def _dense_parts(x: Tensor) -> Sequence[Tensor]:
+    """Plain tensors that together hold the values of ``x``, without a copy."""
     if isinstance(x, DTensor):
         x = x.to_local()
-    if x.is_nested:
-        x = x.values() if x.layout == torch.jagged else torch.cat([part.flatten() for part in x.unbind()])
-    if not x.numel():
-        return
-    # One pass and no temporary, unlike x.abs().amax().
-    # The slot may be on another device, where a model is spread over several.
-    amax = torch.linalg.vector_norm(x, torch.inf).to(slot)
-    slot = slot.data
-    slot[AMAX].copy_(torch.maximum(slot[AMAX], amax))
+    if x.is_nested and x.layout == torch.strided:
+        return x.unbind()
+    if x.layout == torch.sparse_coo:
+        # values() is refused until those at the same place are added up, for which the host would wait.
+        return [x._values()]
+    return [x] if x.layout == torch.strided else [x.values()]
 
 
 class _RecordGradient(torch.autograd.Function):

@@ -6,9 +6,17 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lightning_fp8.formats import MAX_SCALE, Format, compute_e8m0_decode_scale, compute_scale, get_format
+from lightning_fp8.formats import (
+    MAX_SCALE,
+    Format,
+    compute_e8m0_decode_scale,
+    compute_scale,
+    get_format,
+    round_down_to_power_of_two,
+)
 
 Granularity = Literal["tensorwise", "rowwise", "1x128", "128x128", "1x32"]
 
@@ -48,6 +56,12 @@ class Cast:
     def multiple(self) -> int:
         """What both sizes of the operand must be multiples of."""
         return SIZE_MULTIPLE[self.granularity]
+
+    @property
+    def largest_scale(self) -> float:
+        """What ``max_scale`` lets a scale be, in fp32 and, where scales are such, as a power of two."""
+        cap = torch.tensor(self.max_scale, dtype=torch.float32)
+        return (round_down_to_power_of_two(cap) if self.power_of_two else cap).item()
 
     def scale(self, amax: Tensor) -> Tensor:
         """The scale of values up to ``amax``, fp32, any shape; see :mod:`lightning_fp8.formats`."""

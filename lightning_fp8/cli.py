@@ -1,4 +1,4 @@
-"""The command `lightning-fp8`: a LightningCLI that finds classes in the working directory and errs in one line.
+"""The command ``lightning-fp8``: a LightningCLI that finds classes in the working directory and errs in one line.
 
 lightning-fp8 fit --config examples/gpt/fp8.yaml
 lightning-fp8 fit --config examples/gpt/fp8.yaml --trainer.plugins.recipe rowwise
@@ -20,21 +20,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_fp8.cli_errors import OneLineParser
 from lightning_fp8.precision import TrainerPrecision
 
+#: What a class may raise on a wrong argument; the exceptions of training itself keep their traceback.
 USER_ERRORS = (ValueError, TypeError, ImportError, FileNotFoundError, MisconfigurationException)
-"""What a class may raise on a wrong argument; the exceptions of training itself keep their traceback."""
 
-
+#: The commands that are none of Lightning's, each a function of its words that returns the exit code.
 COMMANDS = {
     "doctor": "lightning_fp8.tuning.commands:doctor",
     "advise": "lightning_fp8.tuning.commands:advise",
     "bench": "lightning_fp8.tuning.commands:bench",
     "inspect": "lightning_fp8.report.inspect:main",
 }
-"""The commands that are none of Lightning's, each a function of its words that returns the exit code."""
 
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
+#: How argparse and jsonargparse (seen with 4.53) answer a command that they do not know, and none at all.
 _SUBCOMMAND = re.compile(r'argument subcommand: invalid choice|^expected "subcommand"')
-"""How argparse and jsonargparse (seen with 4.53) answer a command that they do not know, and none at all."""
 
 
 class _Parser(OneLineParser):
@@ -88,12 +87,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        args: Words after the command's name; None takes them from `sys.argv`.
+        args: words after the command's name; ``None`` takes them from ``sys.argv``.
 
     Returns:
-        The exit code. A wrong argument leaves with code 2 through `SystemExit`, as argparse does.
+        The exit code. A wrong argument leaves with code 2 through ``SystemExit``, as argparse does.
     """
-    # a console script does not have the working directory on its path: a user's own classes are there
+    # A console script does not have the working directory on its path: a user's own classes are there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     words = sys.argv[1:] if args is None else list(args)
@@ -102,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             code: int = getattr(importlib.import_module(module), function)(words[1:])
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has seen enough
+        except BrokenPipeError:  # The reader, such as head, has seen enough.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return code

@@ -18,7 +18,6 @@ class OneLineParser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         self.exit(2, f"lightning-fp8: error: {one_line(message)}\n")
-        raise AssertionError("unreachable: exit() leaves")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,11 +31,11 @@ class CommandParser(argparse.ArgumentParser):
 def one_line(message: str) -> str:
     """The essence of jsonargparse's message: the dotted key, why its value is wrong, and the value.
 
-    jsonargparse (seen with 4.53) indents by depth: `Parser key "model":`, then one `- ` item for each type that the
-    value might have had, in which the key of an argument inside the class may come again.
+    jsonargparse (seen with 4.53) indents by depth: ``Parser key "model":``, then one item, behind a dash, for each type
+    that the value might have had, in which the key of an argument inside the class may come again.
 
     Args:
-        message: What the parser gives to `error`, of any length.
+        message: what the parser gives to ``error``, of any length.
 
     Returns:
         One line without its end.
@@ -51,7 +50,7 @@ def one_line(message: str) -> str:
         lines = [rest] * bool(rest.text) + _below(lines, keyed[0])
     where = ".".join(keys) + ": " if keys else ""
     for line in lines:
-        if line.text.startswith("Problem with given class_path"):  # the one type that the value was meant for
+        if line.text.startswith("Problem with given class_path"):  # The one type that the value was meant for.
             where += line.text.split("'")[1] + ": "
             lines = _below(lines, line)
             break
@@ -71,9 +70,9 @@ _STRUCTURE = (
     "Given value type:",
     "Expected a <class 'NoneType'>",
     "Expected <class 'NoneType'>",
-    "Expected a path but",  # other readings of a class path that jsonargparse tried
+    "Expected a path but",  # Other readings of a class path that jsonargparse tried.
     "Expected a dot import path",
-    "Subclass types expect one of:",  # and the forms in which a class may be given
+    "Subclass types expect one of:",  # And the forms in which a class may be given.
     "a class path (str)",
     "a dict with class_path entry",
     "a dict without class_path but",
@@ -82,7 +81,7 @@ _STRUCTURE = (
 
 
 def _below(lines: list[_Line], parent: _Line) -> list[_Line]:
-    """The lines under `parent` in the tree that the indentation makes."""
+    """The lines under ``parent`` in the tree that the indentation makes."""
     following = lines[lines.index(parent) + 1 :]
     return list(itertools.takewhile(lambda line: line.depth > parent.depth, following))
 
@@ -101,7 +100,7 @@ def _reasons(texts: list[str]) -> str:
             expected[_type_name(match[1])] = None
         else:
             reasons[text.removesuffix(":")] = None
-    # a union offers the class to each of its types: that it is none of the others matters only if nothing else is wrong
+    # A union offers the class to each of its types: that it is none of the others matters where nothing else is wrong.
     own = [reason for reason in reasons if not reason.startswith("Import path")] or list(reasons)
     problem = "; ".join(own) or f"expected {' or '.join(expected) or 'the name of an importable class'}"
     short = value and not value.startswith(("[", "{", "Namespace"))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.selection import in_compiled
+from lightning_fp8.uncopied import UncopiedHook
 
 
 class ExecutionOrder:
@@ -24,7 +25,7 @@ class ExecutionOrder:
         self._known: tuple[int, list[int]] | None = None
         compiled = in_compiled(model)
         self._handles = [
-            layer.register_forward_pre_hook(self._see)
+            layer.register_forward_pre_hook(UncopiedHook(self._see))
             for layer in self._layers
             if layer not in compiled and not isinstance(layer, torch.jit.ScriptModule)
         ]

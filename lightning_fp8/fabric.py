@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.backends import Backend
 from lightning_fp8.loss_scaling import LossScale
-from lightning_fp8.model import Conversion, conversions, use_saved_layers
+from lightning_fp8.model import Conversion, conversions, default_device, use_saved_layers
 from lightning_fp8.optimizers import parameters_of
 from lightning_fp8.policy import Precision
 from lightning_fp8.recipes import Recipe
@@ -23,8 +23,13 @@ from lightning_fp8.settings import FP8Settings, check_optimizer
 class FP8Precision(LightningPrecision):
     """FP8 training for Fabric: ``Fabric(plugins=[FP8Precision()])``.
 
-    Arguments are those of the Trainer's :class:`lightning_fp8.FP8Precision`. Fabric saves no plugin state: put
-    ``precision.state_dict()`` into what you save, and give it to ``precision.load_state_dict`` after ``fabric.setup``.
+    Arguments but the last are those of the Trainer's :class:`lightning_fp8.FP8Precision`. Fabric saves no plugin state:
+    put ``precision.state_dict()`` into what you save, and give it to ``precision.load_state_dict`` after
+    ``fabric.setup``.
+
+    Args:
+        device: where modules will run that ``fabric.setup`` finds on the CPU; it converts them before it moves them. By
+            default the current GPU, if there is one: under ``Fabric(accelerator="cpu")`` say ``"cpu"`` there.
 
     Raises:
         ValueError: a setting is unknown or out of range, or the recipe cannot run here.
@@ -40,9 +45,11 @@ class FP8Precision(LightningPrecision):
         loss_scale: LossScale | None = None,
         layers: LayerSelection | Literal["auto"] = "auto",
         tokens: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.settings = FP8Settings(recipe, backend, precision, loss_scale, layers, tokens)
         self.precision = precision
+        self._device = None if device is None else torch.device(device)
         # Fabric tells neither which module runs nor when one is given up: all that are alive, in the order of setup.
         self._modules: weakref.WeakKeyDictionary[nn.Module, list[Conversion]] = weakref.WeakKeyDictionary()
 
@@ -63,7 +70,9 @@ class FP8Precision(LightningPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert ``module`` in place; called by ``fabric.setup``, once for each module."""
-        self._modules[module] = self.settings.convert(module)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+        device = self._device or default_device()
+        self._modules[module] = self.settings.convert(module, device if on_cpu else None)
         return module
 
     @property

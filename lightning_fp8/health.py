@@ -4,7 +4,8 @@ Five kinds of trouble:
 
 * ``nonfinite``: an operand held NaN or Inf;
 * ``spike``: an amax above ``spike`` times the mean of its last ``window`` steps, and beyond what this operand is used
-  to: the gradients of a small batch leap by more than others ever do;
+  to: the gradients of a small batch leap by more than others ever do. Where these steps themselves lie further apart,
+  as while a weight grows from zero, their largest stands for the mean;
 * ``scale_at_cap``: a scale has stood at its recipe's cap for ``patience`` steps, so that small values may vanish;
 * ``zero_gradient``: a layer's whole gradient has been zero for ``patience`` steps;
 * ``drift``: the recent mean lies more than ``drift`` powers of two above the long-run mean.
@@ -171,7 +172,7 @@ class Health:
         count: int64 ``[layers, 3]``: how many entered so far.
         trend: fp32 ``[layers, 3]``: long-run mean of log2(amax).
         noise: fp32 ``[layers, 3]``: mean square of how far amax rose above the mean of its window, in powers of two.
-            A spike does not enter, nor do the steps after it in which the mean learns the new level.
+            A spike does not enter, nor do steps while the mean learns a level.
         noise_count: int64 ``[layers, 3]``: how many steps entered that.
         calm: int64 ``[layers, 3]``: steps since the last spike.
         streaks: int64 ``[2, layers, 3]``: steps in a row at the cap, and of zero gradient.
@@ -227,7 +228,9 @@ class Health:
         # The noise is taken to be as large downwards as upwards, and larger than seen where little was seen.
         doubt = 1 + limits.window / self.noise_count.clamp(min=1)
         usual = torch.exp2((limits.sigmas or 0.0) * doubt * (2 * self.noise).sqrt())
-        bound = mean * usual.clamp(min=limits.spike) if limits.spike is not None else torch.full_like(mean, math.inf)
+        factor = limits.spike or math.inf
+        steady = self.ring.amin(-1) >= mean / factor
+        bound = torch.where(steady, mean, self.ring.amax(-1)) * usual.clamp(min=factor)
         spike = usable & full & (mean > 0) & (amax > bound)
         now = torch.stack((usable & (scale >= self._caps), usable & (amax == 0) & self._is_gradient))
         streaks = torch.where(usable, (self.streaks + 1) * now, self.streaks)
@@ -241,7 +244,8 @@ class Health:
         settled = full & (mean > 0)
         clipped = torch.where(settled, torch.minimum(amax, bound), amax)
         calm = torch.where(spike, 0, self.calm + 1)
-        rise = torch.where(settled & (calm > limits.window), torch.log2(amax / mean).clamp(min=0), torch.nan)
+        quiet = settled & steady & (calm > limits.window)
+        rise = torch.where(quiet, torch.log2(amax / mean).clamp(min=0), torch.nan)
         self._next = (usable, clipped, rise, calm, streaks, active)
         summaries = self._gather(self._summarize(begun, amax, references))
         details = torch.stack((amax, scale, mean, (begun * self._bits).sum(0).float()), -1)

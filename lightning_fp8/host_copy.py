@@ -1,14 +1,23 @@
-"""Between device and host without waiting."""
+"""Between device and host, without waiting where that is possible."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on ``device``, without waiting for the copy."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def on_cpu(live_state: dict[str, Any]) -> dict[str, Any]:
+    """A state with copies of its tensors on the CPU; waits for the device."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), live_state)
+    return copied
 
 
 class HostCopy:

@@ -254,6 +254,11 @@ def _no_products(tracer: str, name: str) -> str:
     )
 
 
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The input of a linear layer, from the arguments that a hook gets: it may be called by keyword."""
+    return args[0] if args else kwargs["input"]
+
+
 def with_leading_sizes(y: Tensor, input: Tensor) -> Tensor:
     """``[rows, features]``, which nobody else has, as ``[..., features]`` with the leading sizes of a layer's input.
 

@@ -108,6 +108,12 @@ class LossScaler:
             return float(self._loaded["scale"])
         return float((self._scaler or torch.amp.GradScaler("cpu")).get_scale())
 
+    def factor_on(self, device: torch.device) -> Tensor:
+        """What losses were last multiplied by, fp32 ``[]`` on ``device``; neither moved nor read on the host."""
+        if self.loss_scale != "dynamic":
+            return torch.full((), self.loss_scale, dtype=torch.float32, device=device)
+        return self._dynamic(device.type).scale(torch.ones((), device=device))
+
     def state_dict(self) -> dict[str, Any]:
         """The dynamic factor's state; empty for a constant."""
         self._update()

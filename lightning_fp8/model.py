@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from lightning_fp8.backends import Backend, Choice, Runtime, resolve_backend
 from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.convert import all_or_nothing
+from lightning_fp8.host_copy import on_cpu
 from lightning_fp8.recipes import Recipe, get_recipe
-from lightning_fp8.selection import LayerSelection, Looks, linear_layers
-from lightning_fp8.statistics import on_cpu
+from lightning_fp8.selection import Decision, LayerSelection, Looks, linear_layers
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
 
@@ -79,15 +79,15 @@ class Conversion:
     def same_settings(
         self,
         recipe: Recipe,
-        backend: Backend,
+        choice: Choice,
         layers: LayerSelection | Literal["auto"],
         tokens: int | None,
         autocast_only: bool,
         chosen: Sequence[str] | None,
     ) -> bool:
         """Whether converting anew with these settings would change nothing."""
-        mine = (self.recipe, self.backend, self.layers, self.tokens, self.autocast_only)
-        if mine != (recipe, backend, layers, tokens, autocast_only):
+        mine = (self.recipe, self.backend, self.support, self.layers, self.tokens, self.autocast_only)
+        if mine != (recipe, choice.backend, choice.support, layers, tokens, autocast_only):
             return False
         return chosen is None or self.agrees_with(chosen)
 
@@ -212,7 +212,7 @@ def convert_model(
     existing = conversions(model)
     current: Any = getattr(model, _ATTRIBUTE, None)  # Wrapped by torch.compile, a module has it inside.
     alone = isinstance(current, Conversion) and existing == [current] and current.describes(model)
-    if alone and current.same_settings(recipe, choice.backend, layers, tokens, autocast_only, chosen):
+    if alone and current.same_settings(recipe, choice, layers, tokens, autocast_only, chosen):
         return model
     selection.check(model)
     # Out of inference mode: tensors made in an evaluation could not be changed in training.
@@ -221,7 +221,7 @@ def convert_model(
             log.info("Converting anew: the settings or the layers differ from those the model was converted with.")
             revert_model(model)
         verdict = Chosen(selection.decide(model, recipe), "")
-        _refuse_sharded(model, [decision.name for decision in verdict.decisions if decision.converted])
+        _refuse_sharded(model, verdict.decisions)
         if layers == "auto" and chosen is not None:
             verdict = choose_saved(verdict.decisions, chosen)
         elif layers == "auto":
@@ -239,6 +239,30 @@ def convert_model(
         conversion = Conversion(recipe, choice, layers, tokens, where, verdict, runtime, autocast_only, looks)
         setattr(model, _ATTRIBUTE, conversion)
     return model
+
+
+def check_conversion(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Any] | str,
+    backend: Backend | str,
+    layers: LayerSelection | Literal["auto"],
+    device: torch.device | None = None,
+) -> Choice:
+    """Raise what :func:`convert_model` would with these arguments: for whoever changes ``model`` before.
+
+    Returns:
+        The backend that would run the recipe.
+
+    Raises:
+        TypeError: as in :func:`convert_model`.
+        ValueError: as there.
+    """
+    recipe, selection = get_recipe(recipe), layers if isinstance(layers, LayerSelection) else LayerSelection()
+    choice = resolve_backend(backend, recipe, device or _device_of(model))
+    decisions = selection.decide(model, recipe)
+    if not conversions(model):  # Others may have been sharded since, as they should.
+        _refuse_sharded(model, decisions)
+    return choice
 
 
 def use_saved_layers(model: nn.Module, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -314,19 +338,22 @@ def check_layers(layers: LayerSelection | str, tokens: int | None) -> None:
     check_number(whole=True, none=True, least=1, tokens=tokens)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type != "meta":
-        return device
+def default_device() -> torch.device:
+    """The current GPU; the CPU, if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _refuse_sharded(model: nn.Module, names: list[str]) -> None:
+def _device_of(model: nn.Module) -> torch.device:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return device if device.type != "meta" else default_device()
+
+
+def _refuse_sharded(model: nn.Module, decisions: Sequence[Decision]) -> None:
     layers = linear_layers(model)
-    for name in names:
-        if isinstance(layers[name].weight, DTensor):
+    for decision in decisions:
+        if decision.converted and isinstance(layers[decision.name].weight, DTensor):
             raise ValueError(
-                f"The weight of {name!r} is already sharded: convert before sharding, inside configure_model. "
+                f"The weight of {decision.name!r} is already sharded: convert before sharding, inside configure_model. "
                 "self.trainer.precision_plugin.shard(self, self.device_mesh) does both in the right order, "
                 "self.trainer.precision_plugin.convert(self) the first alone; without a Trainer lightning_fp8.shard."
             )

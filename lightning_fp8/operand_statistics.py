@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fp8.cast_statistics import STATISTICS, cast_statistics, fits
 from lightning_fp8.casts import Cast
 from lightning_fp8.eager import run_eagerly
+from lightning_fp8.linear import input_of
 from lightning_fp8.ranks import local_values
 from lightning_fp8.recipes import ROLES, Recipe, StaticScaling
 from lightning_fp8.statistics import SLOT_SIZE
@@ -77,7 +78,7 @@ class OperandStatistics:
             self._note(index, 1, layer.weight)  # type: ignore[arg-type]
             if not getattr(layer, "sees_operands", True):
                 return  # It runs as one with others: what goes in and out is not its own.
-            self._note(index, 0, args[0] if args else kwargs["input"])
+            self._note(index, 0, input_of(args, kwargs))
             if output.requires_grad:
                 output.register_hook(lambda gradient: self._note(index, 2, gradient))
 

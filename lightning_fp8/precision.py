@@ -97,7 +97,6 @@ class TrainerPrecision:
                 default the plugin's precision, with gradients reduced in fp32.
         """
         settings, policy = self.settings, self.settings.policy
-        policy.convert_module(module)
         options.setdefault("mp_policy", MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32))
         shard(
             module,
@@ -107,6 +106,7 @@ class TrainerPrecision:
             layers=settings.layers,
             tokens=settings.tokens,
             autocast_only=policy.mixed,
+            dtype=None if policy.mixed else policy.dtype,
             **options,
         )
         _register_steps(module)

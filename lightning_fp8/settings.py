@@ -14,9 +14,11 @@ from lightning_fp8.backends import Backend, get_backend, resolve_backend
 from lightning_fp8.loss_scaling import LossScale, LossScaler
 from lightning_fp8.model import (
     Conversion,
+    check_conversion,
     check_layers,
     conversions,
     convert_model,
+    default_device,
     named_conversions,
     use_saved_layers,
 )
@@ -68,7 +70,7 @@ class FP8Settings:
         self.layers = layers
         self.tokens = tokens
         # Whatever runs nowhere is refused here, not at the first step; a device is only known later.
-        resolve_backend(self.backend, self.recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        resolve_backend(self.backend, self.recipe, default_device())
 
     def convert(
         self, module: nn.Module, device: torch.device | None = None, saved: Sequence[Mapping[str, Any]] = ()
@@ -82,8 +84,9 @@ class FP8Settings:
         """
         parts = named_conversions(module)
         by_hand = parts and parts[0][0] != ""
-        if not by_hand and isinstance(self.layers, LayerSelection):
-            self.layers.check(module)  # Before the dtype changes: an error leaves the module as it was.
+        if not by_hand:
+            # Before the dtype changes: an error leaves the module as it was.
+            check_conversion(module, self.recipe, self.backend, self.layers, device)
         self.policy.convert_module(module)
         if not by_hand:
             convert_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_fp8.backends import Backend, TransformerEngineBackend
+from lightning_fp8.backends import Backend, NativeBackend, TransformerEngineBackend
+from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
-from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, Wire, check_wire, link_between
 from lightning_fp8.compiling import module_arguments
 from lightning_fp8.linear import Float8Linear
-from lightning_fp8.model import convert_model
+from lightning_fp8.model import check_conversion, convert_model
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, find_blocks, linear_layers
 
@@ -30,8 +32,6 @@ log = logging.getLogger(__name__)
 
 #: Names of the mesh dimension along which layers are split; the other dimensions are data parallel.
 TENSOR_PARALLEL_NAMES = ("tensor_parallel", "tp")
-
-Wire = Literal["fp8", "bf16"]
 
 
 def shard(
@@ -43,6 +43,7 @@ def shard(
     layers: LayerSelection | Literal["auto"] = "auto",
     tokens: int | None = None,
     autocast_only: bool = False,
+    dtype: torch.dtype | None = None,
     tensor_parallel: Mapping[str, ParallelStyle] | None = None,
     blocks: Sequence[str] | None = None,
     activation_checkpointing: bool = False,
@@ -70,6 +71,7 @@ def shard(
         layers: which layers become FP8.
         tokens: for ``layers="auto"``.
         autocast_only: FP8 under ``torch.autocast`` only.
+        dtype: what parameters and buffers of floating point are made first; by default they stay as they are.
         tensor_parallel: styles by module name, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them;
             for FP8 layers those of :mod:`lightning_fp8.comm.tensor_parallel`.
         blocks: names of the modules to shard one by one, those within others first, whatever their order here; by
@@ -88,6 +90,7 @@ def shard(
         ``module`` itself.
 
     Raises:
+        TypeError: a setting is of another type.
         ValueError: a setting, the mesh or a name does not fit, blocks share a parameter, or a part of the module is
             sharded already. Nothing is changed then. (What a tensor-parallel style refuses is seen as it is applied.)
     """
@@ -98,16 +101,26 @@ def shard(
             f"shard needs the DeviceMesh of all ranks, got {mesh!r}: self.device_mesh under ModelParallelStrategy, or "
             "torch.distributed.device_mesh.init_device_mesh."
         )
-    for word, value in (("grad", grad), ("param", param)):
-        if value not in ("fp8", "bf16"):
-            raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
+    check_wire(grad=grad, param=param)
+    check_flag(activation_checkpointing=activation_checkpointing)
+    check_number(whole=True, none=True, least=0, min_numel=min_numel)
+    compiler = _compiler_arguments(compile)
     data_mesh, tensor_mesh = _split_mesh(mesh)
-    _check(module, mesh, tensor_mesh, tensor_parallel, backend)
+    _check(module, mesh, tensor_mesh, tensor_parallel)
+    check_backend(backend)
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
     if data_mesh is not None:
         _refuse_shared_parameters(module, names)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    choice = check_conversion(module, recipe, backend, layers, device)
+    if param == "fp8" and not isinstance(choice.backend, NativeBackend):
+        raise ValueError(
+            f"Weights of the {choice.backend.name} backend's layers cannot be gathered in FP8: param='bf16', or "
+            "backend='native'."
+        )
+    if dtype is not None:
+        module.to(dtype)
     convert_model(
         module,
         recipe,
@@ -116,7 +129,8 @@ def shard(
         tokens=tokens,
         autocast_only=autocast_only,
         device=device,
-        compiled=True if compile is not False else None,  # Below, for its blocks are parallelized and wrapped first.
+        # Below, for its blocks are parallelized and wrapped first.
+        compiled=True if compiler is not None else None,
     )
     if tensor_parallel and tensor_mesh is not None:
         parallelize_module(module, tensor_mesh, dict(tensor_parallel))
@@ -124,10 +138,9 @@ def shard(
         for name in names:
             wrapped = checkpoint_wrapper(module.get_submodule(name), CheckpointImpl.NO_REENTRANT)
             module.set_submodule(name, wrapped)
-    if compile is not False:
-        arguments = module_arguments({} if compile is True else compile)
+    if compiler is not None:
         for name in names:
-            module.get_submodule(name).compile(**arguments)
+            module.get_submodule(name).compile(**compiler)
     if data_mesh is None:
         return module
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -179,9 +192,8 @@ def _check(
     mesh: DeviceMesh,
     tensor_mesh: DeviceMesh | None,
     tensor_parallel: Mapping[str, ParallelStyle] | None,
-    backend: Backend | str,
 ) -> None:
-    """Look at everything before anything is changed."""
+    """Look at module, mesh and styles before anything is changed."""
     sharded = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
     if sharded is not None:
         raise ValueError(
@@ -211,7 +223,22 @@ def _check(
             "tensor_parallel={...}, or let them share the data: "
             "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)."
         )
-    check_backend(backend)
+
+
+def _compiler_arguments(compile: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """``nn.Module.compile``'s arguments; ``None`` where blocks stay as they are.
+
+    Raises:
+        ValueError: ``compile`` is neither a bool nor a mapping, or one of its settings is unknown.
+    """
+    if compile is False:
+        return None
+    if compile is not True and not isinstance(compile, Mapping):
+        raise ValueError(f"compile must be true, false or a mapping of nn.Module.compile's arguments, got {compile!r}.")
+    arguments = module_arguments({} if compile is True else compile)
+    if unknown := arguments.keys() - inspect.signature(torch.compile).parameters.keys():
+        raise ValueError(f"compile holds {', '.join(map(repr, sorted(unknown)))}, which torch.compile does not take.")
+    return arguments
 
 
 def check_backend(backend: Backend | str) -> None:

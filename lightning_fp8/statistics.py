@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import dlpack
-from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.recipes import ROLES, Role
 
@@ -87,12 +86,8 @@ class StatisticsTable:
         self.amax.copy_(torch.where(rejected, NOT_SEEN, self.amax))
 
     def live_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
+        """Plain values, and the tensors themselves: for copies that do not wait for the device."""
         return {"names": list(self.names), "data": self.data}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, on the CPU."""
-        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the rows whose names are known here.
@@ -105,12 +100,6 @@ class StatisticsTable:
             if name in rows:
                 self.data[index].copy_(state["data"][rows[name]])
         return [name for name in self.names if name not in rows]
-
-
-def on_cpu(live_state: dict[str, Any]) -> dict[str, Any]:
-    """A state with copies of its tensors on the CPU; waits for the device."""
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), live_state)
-    return copied
 
 
 def _own_storage(view: Tensor) -> Tensor:

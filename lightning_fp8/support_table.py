@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fp8.backends import Backend, NativeBackend, Support, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.backends import NAMED_BACKENDS, Support
 from lightning_fp8.kernels.capability import Hardware
 from lightning_fp8.recipes import RECIPE_NAMES, get_recipe
 
@@ -23,19 +23,13 @@ GENERATIONS: dict[str, Hardware] = {
     "Blackwell (10.0)": Hardware("cuda", (10, 0), (13, 0)),
     "Blackwell (12.0)": Hardware("cuda", (12, 0), (13, 0)),
 }
-BACKENDS: dict[str, Backend] = {
-    "native": NativeBackend(),
-    'native, gemm="fbgemm"': NativeBackend(gemm="fbgemm"),
-    "torchao": TorchaoBackend(),
-    "transformer_engine": TransformerEngineBackend(),
-}
 
 
 class Row(NamedTuple):
     """One line of a table.
 
     Attributes:
-        backend: its name and options.
+        backend: its name among :data:`~lightning_fp8.backends.NAMED_BACKENDS`.
         recipe: the recipe's name.
         support: one for each device.
     """
@@ -49,7 +43,7 @@ def support_by_generation() -> list[Row]:
     """What each backend does with each recipe on each of :data:`GENERATIONS`, were its library installed."""
     return [
         Row(name, recipe, [backend.support_on(get_recipe(recipe), hardware) for hardware in GENERATIONS.values()])
-        for name, backend in BACKENDS.items()
+        for name, backend in NAMED_BACKENDS.items()
         for recipe in RECIPE_NAMES
     ]
 
@@ -63,7 +57,7 @@ def support_here(device: torch.device | str | None = None) -> list[Row]:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return [
         Row(name, recipe, [backend.support(get_recipe(recipe), device)])
-        for name, backend in BACKENDS.items()
+        for name, backend in NAMED_BACKENDS.items()
         for recipe in RECIPE_NAMES
     ]
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from lightning_fp8.casts import Cast
 from lightning_fp8.checks import as_patterns
 from lightning_fp8.execution_order import ExecutionOrder
-from lightning_fp8.formats import MAX_SCALE, round_down_to_power_of_two
+from lightning_fp8.formats import MAX_SCALE
 from lightning_fp8.model import Conversion, named_conversions
 from lightning_fp8.recipes import ROLES, Recipe, Role
 from lightning_fp8.selection import clean_name, join_names, linear_layers, matching
 from lightning_fp8.statistics import AMAX, SCALE, SCALE_TRANSPOSED
+from lightning_fp8.uncopied import Uncopied
 from lightning_fp8.watch import Watch
 
 #: Where a model keeps its :class:`Telemetry` while somebody uses it.
@@ -38,10 +39,11 @@ class Readout(NamedTuple):
     headroom: Tensor
 
 
-class Telemetry:
+class Telemetry(Uncopied):
     """The tables of a model, read as one.
 
-    Several users share one: :meth:`attach` makes it or finds it, :meth:`release` takes it down with the last user.
+    Several users share one: :meth:`attach` makes it or finds it, :meth:`release` takes it down with the last user. A
+    copy of the model has none.
 
     Args:
         model: its layers, converted or not.
@@ -58,10 +60,10 @@ class Telemetry:
         self.conversions: list[Conversion] = []
         self.names: list[str] = []
         self.recipes: list[Recipe | None] = []
-        for prefix, conversion in named_conversions(model):
+        for conversion, names in named_layers(model):
             self.conversions.append(conversion)
-            self.names += [join_names(clean_name(prefix), name) for name in conversion.runtime.table.names]
-            self.recipes += [conversion.recipe] * len(conversion.runtime.table.names)
+            self.names += names
+            self.recipes += [conversion.recipe] * len(names)
         taken = set(self.names)
         rest = {name: layer for name, layer in linear_layers(model).items() if name not in taken}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -152,8 +154,7 @@ class Telemetry:
             for column, role in enumerate(ROLES):
                 cast = main_cast(recipe, role)
                 if cast is not None and cast.max_scale < MAX_SCALE:
-                    cap = torch.tensor(cast.max_scale, dtype=torch.float32)
-                    caps[row, column] = round_down_to_power_of_two(cap) if cast.power_of_two else cap
+                    caps[row, column] = cast.largest_scale
         return caps
 
     def readout(self, data: Tensor) -> Readout:
@@ -174,6 +175,14 @@ class Telemetry:
             return list(range(len(self.names)))
         chosen = set(matching(self.names, as_patterns("layers", patterns)))
         return [row for row, name in enumerate(self.names) if name in chosen]
+
+
+def named_layers(model: nn.Module) -> list[tuple[Conversion, list[str]]]:
+    """Each conversion in ``model``, with the names of its table's layers that patterns match."""
+    return [
+        (conversion, [join_names(clean_name(prefix), name) for name in conversion.runtime.table.names])
+        for prefix, conversion in named_conversions(model)
+    ]
 
 
 def main_cast(recipe: Recipe | None, role: Role) -> Cast | None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.amaxes import record_amax, record_gradient
+from lightning_fp8.linear import input_of
 from lightning_fp8.recipes import ROLES
 from lightning_fp8.statistics import StatisticsTable
+from lightning_fp8.uncopied import UncopiedHook
 
 
 class Watch:
@@ -47,16 +49,17 @@ class Watch:
             handle.remove()
 
 
-class _RecordOperands:
+class _RecordOperands(UncopiedHook):
     """The forward hook of one layer. Evaluation records nothing."""
 
     def __init__(self, slots: tuple[Tensor, ...]) -> None:
+        super().__init__(self._record)
         self.slots = slots
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    def _record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not layer.training:
             return output
         input_slot, weight_slot, grad_slot = self.slots
-        record_amax(args[0] if args else kwargs["input"], input_slot)
+        record_amax(input_of(args, kwargs), input_slot)
         record_amax(layer.weight, weight_slot)  # type: ignore[arg-type]
         return record_gradient(output, grad_slot)

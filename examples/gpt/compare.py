@@ -4,8 +4,8 @@
     python -m examples.gpt.compare --recipe rowwise --seeds 5
     python -m examples.gpt.compare --picture docs/images/gpt_loss.png
 
-Every eligible layer runs in FP8 here, also where `auto` would leave it in bf16. A positive control shows that the gate
-can fail: static scaling with scale 1 in E4M3, where gradients underflow, has to.
+Every eligible layer runs in FP8 here, also where ``auto`` would leave it in bf16. A positive control shows that the
+gate can fail: static scaling with scale 1 in E4M3, where gradients underflow, has to.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Experiment:
     """One configuration of the example, trained again and again.
 
     Args:
-        config: A configuration of `lightning-fp8 fit`; model, data and the length of the run are taken from it.
-        steps: Steps of each run, in place of the configuration's.
-        accelerator: The Trainer's.
-        precision: What bf16 runs train in, and FP8 runs around their FP8 layers.
+        config: a configuration of ``lightning-fp8 fit``; model, data and the length of the run are taken from it.
+        steps: steps of each run, in place of the configuration's.
+        accelerator: the Trainer's.
+        precision: what bf16 runs train in, and FP8 runs around their FP8 layers.
     """
 
     def __init__(self, config: Path, steps: int | None, accelerator: str, precision: str) -> None:
         settings = yaml.safe_load(config.read_text())
-        self.model = {**settings["model"]["init_args"], "fused": False}  # bf16 with clipping has no fused AdamW
+        self.model = {**settings["model"]["init_args"], "fused": False}  # bf16 with clipping has no fused AdamW.
         self.data = settings["data"]["init_args"]
         trainer = settings["trainer"]
         self.recipe = trainer["plugins"]["init_args"]["recipe"]
@@ -78,7 +78,6 @@ class Experiment:
         """All that a final loss depends on but the seed."""
         data = TextData(**self.data)
         data.setup("fit")
-        assert data.windows is not None
         return {
             "model": self.model,
             "data": self.data,
@@ -98,8 +97,8 @@ class Experiment:
         """Train once.
 
         Args:
-            seed: Seed of weights and data.
-            plugin: Makes the FP8 plugin; None trains in `precision` alone.
+            seed: seed of weights and data.
+            plugin: makes the FP8 plugin; ``None`` trains in ``precision`` alone.
         """
         pl.seed_everything(seed, verbose=False)
         recorder = Recorder()
@@ -133,9 +132,9 @@ class NoiseFile:
     """bf16 runs of each configuration in a JSON file, so that sigma is measured once.
 
     Args:
-        path: The file; it is made when the first run is kept.
-        key: What identifies the configuration.
-        sigma_runs: Number of runs that sigma is taken from; later ones only serve as pairs.
+        path: the file; it is made when the first run is kept.
+        key: what identifies the configuration.
+        sigma_runs: number of runs that sigma is taken from; later ones only serve as pairs.
     """
 
     def __init__(self, path: Path, key: dict[str, Any], sigma_runs: int) -> None:
@@ -181,20 +180,20 @@ def compare(
 
     Args:
         recipe: FP8 recipe; by default the configuration's.
-        seeds: Fewest seeds for FP8; more are run where bf16's scatter asks for them.
-        sigma_runs: Number of bf16 runs that sigma is taken from.
-        steps: Steps of each run; by default the configuration's.
-        config: Configuration whose model and data are trained.
-        noise_file: Where bf16's runs are kept.
-        picture: Only draw the loss of bf16 and FP8 into this file, without the gate.
-        accelerator: The Trainer's.
-        backend: Backend of the FP8 runs.
-        precision: What bf16 runs train in, and FP8 runs around their FP8 layers.
+        seeds: fewest seeds for FP8; more are run where bf16's scatter asks for them.
+        sigma_runs: number of bf16 runs that sigma is taken from.
+        steps: steps of each run; by default the configuration's.
+        config: configuration whose model and data are trained.
+        noise_file: where bf16's runs are kept.
+        picture: only draw the loss of bf16 and FP8 into this file, without the gate.
+        accelerator: the Trainer's.
+        backend: backend of the FP8 runs.
+        precision: what bf16 runs train in, and FP8 runs around their FP8 layers.
 
     Returns:
         0 if the gate passes, 1 if it fails, 2 if it is void.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it introduces itself at every run
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # It introduces itself at every run.
     experiment = Experiment(config, steps, accelerator, precision)
 
     def fp8(chosen: Recipe | str, library: str) -> PluginFactory:

@@ -13,23 +13,23 @@ from torch.utils.data import Dataset, Subset
 
 from examples.loader import ResumableLoader, make_loader
 
+#: Folders of the standard library that distributions ship or leave out as they like.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
-"""Folders of the standard library that distributions ship or leave out as they like."""
+#: Text is held out for validation in blocks of about this size, so that neighbouring windows stay on one side.
 BLOCK_BYTES = 1 << 15
-"""Text is held out for validation in blocks of about this size, so that neighbouring windows stay on one side."""
+#: One block of this many is held out: 5% of the text, from all over it.
 HELD_OUT_EVERY = 20
-"""One block of this many is held out: 5% of the text, from all over it."""
 
 
 def read_text(path: str | Path | None, max_bytes: int) -> bytes:
     """The bytes of a file, or of all files below a folder in the order of their names.
 
     Args:
-        path: File or folder; None means the `.py` files of the Python standard library.
-        max_bytes: The text is cut off here.
+        path: file or folder; ``None`` means the ``.py`` files of the Python standard library.
+        max_bytes: the text is cut off here.
 
     Raises:
-        FileNotFoundError: If there is nothing to read at `path`.
+        FileNotFoundError: there is nothing to read at ``path``.
     """
     root = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
     if root.is_file():
@@ -56,14 +56,14 @@ def _hidden(path: Path) -> bool:
 
 
 class TextWindows(Dataset[Tensor]):
-    """Windows of `length + 1` bytes, each beginning with the last byte of the one before (uint8, [length + 1]).
+    """Windows of ``length + 1`` bytes, each beginning with the last byte of the one before (uint8 ``[length + 1]``).
 
     Args:
-        text: The bytes.
-        length: Bytes that the model reads in each window; the window's last one is only predicted.
+        text: the bytes.
+        length: bytes that the model reads in each window; the window's last one is only predicted.
 
     Raises:
-        ValueError: If the text is shorter than one window.
+        ValueError: the text is shorter than one window.
     """
 
     def __init__(self, text: bytes, length: int) -> None:
@@ -85,7 +85,7 @@ class TextWindows(Dataset[Tensor]):
     def split(self) -> tuple[list[int], list[int]]:
         """Indices of the windows for training and of those held out."""
         block = max(1, BLOCK_BYTES // self.length)
-        # a text of few blocks still needs both kinds: then the blocks are smaller
+        # A text of few blocks still needs both kinds: then the blocks are smaller.
         block = min(block, max(1, len(self) // HELD_OUT_EVERY))
         held_out = [index for index in range(len(self)) if index // block % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
         kept = [index for index in range(len(self)) if index // block % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
@@ -93,16 +93,16 @@ class TextWindows(Dataset[Tensor]):
 
 
 class TextData(pl.LightningDataModule):
-    """Text for a byte-level language model; batches are uint8 of shape [batch_size, length + 1].
+    """Text for a byte-level language model; batches are uint8 ``[batch_size, length + 1]``.
 
     Args:
-        path: A file, or a folder whose files are read in the order of their names. Default: the sources of the
+        path: a file, or a folder whose files are read in the order of their names. Default: the sources of the
             Python standard library, which are on every machine.
-        length: Context length in bytes.
-        batch_size: Windows per batch and rank.
-        val_windows: Number of held-out windows that a validation reads, spread over all that there are.
-        max_bytes: Bytes of text used at most.
-        seed: Seed of the order of the windows.
+        length: context length in bytes.
+        batch_size: windows per batch and rank.
+        val_windows: number of held-out windows that a validation reads, spread over all that there are.
+        max_bytes: bytes of text used at most.
+        seed: seed of the order of the windows.
     """
 
     def __init__(
@@ -126,31 +126,38 @@ class TextData(pl.LightningDataModule):
         self.val_windows = val_windows
         self.max_bytes = max_bytes
         self.seed = seed
-        self.windows: TextWindows | None = None
+        self._windows: TextWindows | None = None
 
     def setup(self, stage: str) -> None:
         """Read the text, once."""
-        if self.windows is None:
-            self.windows = TextWindows(read_text(self.path, self.max_bytes), self.length)
+        if self._windows is None:
+            self._windows = TextWindows(read_text(self.path, self.max_bytes), self.length)
+
+    @property
+    def windows(self) -> TextWindows:
+        """Those of the whole text.
+
+        Raises:
+            RuntimeError: they are not read yet.
+        """
+        if self._windows is None:
+            raise RuntimeError('the text is not read yet: call setup("fit") first')
+        return self._windows
 
     def train_dataloader(self) -> ResumableLoader:
         """All windows that are not held out, in a new order each epoch."""
-        windows = Subset(self._windows(), self._windows().split()[0])
+        windows = Subset(self.windows, self.windows.split()[0])
         return make_loader(self.trainer, windows, self.batch_size, train=True, seed=self.seed)
 
     def val_dataloader(self) -> ResumableLoader:
         """Held-out windows, the same in each validation.
 
         Raises:
-            ValueError: If the text is too short to hold windows out.
+            ValueError: the text is too short to hold windows out.
         """
-        held_out = self._windows().split()[1]
+        held_out = self.windows.split()[1]
         if not held_out:
             raise ValueError("the text is too short to hold a part of it out for validation: use more text")
         chosen = held_out[:: max(1, len(held_out) // self.val_windows)][: self.val_windows]
-        windows = Subset(self._windows(), chosen)
+        windows = Subset(self.windows, chosen)
         return make_loader(self.trainer, windows, self.batch_size, train=False, seed=self.seed)
-
-    def _windows(self) -> TextWindows:
-        assert self.windows is not None, "setup() comes first"
-        return self.windows

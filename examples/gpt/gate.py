@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
+#: A run's final loss is the mean of its last validations, which scatters less than the last one.
 AVERAGED_VALIDATIONS = 5
-"""A run's final loss is the mean of its last validations, which scatters less than the last one."""
 MIN_SIGMA_RUNS = 8
 RELATIVE_TOLERANCE = 0.0025
 MAX_RELATIVE_LIMIT = 0.01
 SPIKE_WINDOW = 128
 SPIKE_WARMUP = 32
+#: A spike: this many robust standard deviations above the median of the window before it.
 SPIKE_DEVIATIONS = 6.0
-"""A spike: this many robust standard deviations above the median of the window before it."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Run:
     """What is kept of one training run.
 
     Attributes:
-        seed: Seed of the initial weights and of the order of the data.
-        validations: Validation losses in nats per byte, in order.
-        spikes: Number of spikes in its training loss.
-        fp8_layers: Number of linear layers that ran in FP8.
+        seed: seed of the initial weights and of the order of the data.
+        validations: validation losses in nats per byte, in order.
+        spikes: number of spikes in its training loss.
+        fp8_layers: number of linear layers that ran in FP8.
     """
 
     seed: int
@@ -45,7 +45,7 @@ class Run:
         """Mean of the last validations.
 
         Raises:
-            ValueError: If there were too few.
+            ValueError: there were too few.
         """
         if len(self.validations) < AVERAGED_VALIDATIONS:
             raise ValueError(f"a run needs {AVERAGED_VALIDATIONS} validations, this one had {len(self.validations)}")
@@ -57,9 +57,9 @@ class Noise:
     """How bf16's final loss scatters over seeds.
 
     Attributes:
-        loss: Mean final loss.
-        sigma: Its standard deviation over runs.
-        runs: Number of runs.
+        loss: mean final loss.
+        sigma: its standard deviation over runs.
+        runs: number of runs.
     """
 
     loss: float
@@ -71,7 +71,7 @@ class Noise:
         """Measure it.
 
         Raises:
-            ValueError: If there are too few runs, or one has diverged.
+            ValueError: there are too few runs, or one has diverged.
         """
         finals = [run.final for run in runs]
         if len(finals) < MIN_SIGMA_RUNS:
@@ -81,7 +81,7 @@ class Noise:
         return Noise(fmean(finals), stdev(finals), len(finals))
 
     def limit(self, seeds: int) -> float:
-        """Largest mean gap over `seeds` pairs that passes, in nats per byte."""
+        """Largest mean gap over ``seeds`` pairs that passes, in nats per byte."""
         return max(RELATIVE_TOLERANCE * self.loss, 2 * self.sigma * math.sqrt(2 / seeds))
 
     def seeds_needed(self) -> int:
@@ -94,10 +94,10 @@ class Verdict:
     """One kind of runs against bf16.
 
     Attributes:
-        gaps: Final loss minus bf16's, for each seed.
-        limit: Largest mean gap that passes.
-        spikes: Number of spikes in all its runs.
-        bf16_spikes: The same in bf16's runs with these seeds.
+        gaps: final loss minus bf16's, for each seed.
+        limit: largest mean gap that passes.
+        spikes: number of spikes in all its runs.
+        bf16_spikes: the same in bf16's runs with these seeds.
     """
 
     gaps: list[float]
@@ -130,7 +130,7 @@ def judge(runs: Sequence[Run], bf16_runs: Sequence[Run], noise: Noise) -> Verdic
     """Pair runs with the bf16 runs of the same seeds.
 
     Raises:
-        KeyError: If bf16 was not run with one of the seeds.
+        KeyError: bf16 was not run with one of the seeds.
     """
     bf16 = {run.seed: run for run in bf16_runs}
     gaps = [run.final - bf16[run.seed].final for run in runs]
@@ -142,14 +142,14 @@ def count_spikes(losses: Sequence[float]) -> int:
     """Number of training losses far above those before them; spikes themselves do not raise the bar.
 
     Args:
-        losses: One loss for each step; a loss that is not finite is a spike.
+        losses: one loss for each step; a loss that is not finite is a spike.
     """
     calm: list[float] = []
     spikes = 0
     for loss in losses:
         if len(calm) >= SPIKE_WARMUP:
             middle = median(calm)
-            deviation = 1.4826 * median(abs(value - middle) for value in calm)  # a normal's sigma from its MAD
+            deviation = 1.4826 * median(abs(value - middle) for value in calm)  # A normal's sigma from its MAD.
             is_spike = not loss <= middle + SPIKE_DEVIATIONS * deviation
         else:
             is_spike = not math.isfinite(loss)

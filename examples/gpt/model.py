@@ -29,7 +29,7 @@ class BitsPerByte(Metric):
         self.add_state("weight", default=torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, weight: int = 1) -> None:
-        """Add a batch's mean loss (nats per byte, scalar) that counts `weight` times."""
+        """Add a batch's mean loss (nats per byte, scalar) that counts ``weight`` times."""
         self.nats += loss * weight
         self.weight += weight
 
@@ -42,15 +42,15 @@ class GPT(pl.LightningModule):
     """A small decoder-only transformer that predicts the next byte.
 
     Args:
-        width: Size of the residual stream; a multiple of 16, so that every projection can run in FP8.
-        layers: Number of blocks.
-        heads: Attention heads per block.
-        length: Longest context in bytes.
-        tied: Whether the head shares its weight with the embedding.
-        lr: Highest learning rate, after the warmup.
-        warmup: Steps in which the learning rate rises; it then falls to a tenth along a cosine.
+        width: size of the residual stream; a multiple of 16, so that every projection can run in FP8.
+        layers: number of blocks.
+        heads: attention heads per block.
+        length: longest context in bytes.
+        tied: whether the head shares its weight with the embedding.
+        lr: highest learning rate, after the warmup.
+        warmup: steps in which the learning rate rises; it then falls to a tenth along a cosine.
         weight_decay: AdamW's, on matrices only.
-        fused: Whether to use PyTorch's fused AdamW. Lightning's own mixed precision refuses to clip its gradients.
+        fused: whether to use PyTorch's fused AdamW. Lightning's own mixed precision refuses to clip its gradients.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GPT(pl.LightningModule):
         self.val_bits = BitsPerByte()
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits of the next byte ([batch, time, 256]) for each position of `text` ([batch, time], integers)."""
+        """Logits of the next byte, ``[batch, time, 256]``, at each position of ``text``, integers ``[batch, time]``."""
         x = self.embedding(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             x = block(x)

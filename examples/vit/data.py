@@ -8,16 +8,16 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from examples.loader import ResumableLoader, make_loader
 
+#: One image of this many is for validation.
 HELD_OUT_EVERY = 5
-"""One image of this many is for validation."""
 
 
 class DigitsData(pl.LightningDataModule):
-    """Digits as pairs of images (fp32 [batch, 1, 8, 8], from 0 to 1) and labels (int64 [batch]).
+    """Digits as pairs of images (fp32 ``[batch, 1, 8, 8]``, from 0 to 1) and labels (int64 ``[batch]``).
 
     Args:
-        batch_size: Images per batch and rank.
-        seed: Seed of the order of the images.
+        batch_size: images per batch and rank.
+        seed: seed of the order of the images.
     """
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
@@ -44,6 +44,7 @@ class DigitsData(pl.LightningDataModule):
         return make_loader(self.trainer, self._part(held_out=True), self.batch_size, train=False, seed=self.seed)
 
     def _part(self, held_out: bool) -> Dataset[tuple[torch.Tensor, ...]]:
-        assert self.digits is not None, "setup() comes first"
+        if self.digits is None:
+            raise RuntimeError('the images are not read yet: call setup("fit") first')
         chosen = [i for i in range(len(self.digits)) if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
         return Subset(self.digits, chosen)

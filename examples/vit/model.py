@@ -11,27 +11,27 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from examples.transformer import configure_adamw, make_blocks
 
+#: About the deviation of the embedded patches: much smaller positions go unseen in the first epochs.
 POSITION_STD = 0.3
-"""About the deviation of the embedded patches: much smaller positions go unseen in the first epochs."""
 
 
 class ViT(pl.LightningModule):
     """A small vision transformer that classifies square grey images by the mean of its patches.
 
     Args:
-        image: Height and width of the images in pixels.
-        patch: Height and width of a patch.
-        classes: Number of classes.
-        width: Size of the residual stream; a multiple of 16, so that the blocks' projections can run in FP8.
-        layers: Number of blocks.
-        heads: Attention heads per block.
-        lr: Highest learning rate, after the warmup.
-        warmup: Steps in which the learning rate rises; it then falls to a tenth along a cosine.
+        image: height and width of the images in pixels.
+        patch: height and width of a patch.
+        classes: number of classes.
+        width: size of the residual stream; a multiple of 16, so that the blocks' projections can run in FP8.
+        layers: number of blocks.
+        heads: attention heads per block.
+        lr: highest learning rate, after the warmup.
+        warmup: steps in which the learning rate rises; it then falls to a tenth along a cosine.
         weight_decay: AdamW's, on matrices only.
-        fused: Whether to use PyTorch's fused AdamW. Lightning's own mixed precision refuses to clip its gradients.
+        fused: whether to use PyTorch's fused AdamW. Lightning's own mixed precision refuses to clip its gradients.
 
     Raises:
-        ValueError: If the patches do not tile the image.
+        ValueError: the patches do not tile the image.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ViT(pl.LightningModule):
         self.val_accuracy = MulticlassAccuracy(classes, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ([batch, classes]) of images ([batch, 1, image, image], values from 0 to 1)."""
+        """Logits (``[batch, classes]``) of images (``[batch, 1, image, image]``, values from 0 to 1)."""
         x = self.embedding(images).flatten(2).transpose(1, 2) + self.position
         for block in self.blocks:
             x = block(x)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from lightning_fp8.backends.base import Backend, Runtime, Support
 from lightning_fp8.backends.native import NativeBackend
-from lightning_fp8.backends.registry import (
-    BACKEND_NAMES,
-    Choice,
-    check_support,
-    choose_backend,
-    get_backend,
-    resolve_backend,
-)
+from lightning_fp8.backends.registry import BACKEND_NAMES, NAMED_BACKENDS, Choice, get_backend, resolve_backend
 from lightning_fp8.backends.torchao import TorchaoBackend
 from lightning_fp8.backends.transformer_engine import TransformerEngineBackend
 
 __all__ = [
     "BACKEND_NAMES",
+    "NAMED_BACKENDS",
     "Backend",
     "Choice",
     "NativeBackend",
@@ -24,8 +18,6 @@ __all__ = [
     "Support",
     "TorchaoBackend",
     "TransformerEngineBackend",
-    "check_support",
-    "choose_backend",
     "get_backend",
     "resolve_backend",
 ]

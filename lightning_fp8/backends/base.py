@@ -17,7 +17,7 @@ from lightning_fp8.linear import Float8State
 from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.selection import linear_layers
-from lightning_fp8.statistics import StatisticsTable, on_cpu
+from lightning_fp8.statistics import StatisticsTable
 
 
 class Support(NamedTuple):
@@ -98,7 +98,16 @@ class Runtime:
 
         Args:
             group: the ranks that share amaxes; ``None`` is all of them. Every rank of it must call.
+
+        Raises:
+            RuntimeError: the layers were put on several devices.
         """
+        # The table has followed the last of them: the others' amaxes would stay behind, and their scales stand still.
+        if apart := {state.slots[0].device for state in self.states} - {self._scaling.table.device}:
+            raise RuntimeError(
+                f"FP8 layers that were converted together are on several devices ({', '.join(map(str, apart))} besides "
+                f"{self._scaling.table.device}): convert each part by itself, before they are put on their devices."
+            )
         self.scaling.step(group)
 
     def share_amaxes(self, group: dist.ProcessGroup | None = None) -> None:
@@ -126,12 +135,8 @@ class Runtime:
             self.states[rows.index(name)].enabled = enabled
 
     def live_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` copies to the CPU, where it is: for copies that do not wait for the device."""
+        """Plain values, and the tensors themselves: for copies that do not wait for the device."""
         return self.scaling.live_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and CPU tensors."""
-        return on_cpu(self.live_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Load the state of the same recipe; returns the names of layers it does not have.

@@ -17,7 +17,13 @@ from lightning_fp8.recipes import Recipe
 _CLASSES: dict[str, type[Backend]] = {
     cls.name: cls for cls in (NativeBackend, TorchaoBackend, TransformerEngineBackend)
 }
+#: The words for ``backend=``.
 BACKEND_NAMES: tuple[str, ...] = ("auto", *_CLASSES)
+#: What is measured and listed side by side: the backends, and what an option makes another of.
+NAMED_BACKENDS: dict[str, Backend] = {
+    **{name: cls() for name, cls in _CLASSES.items()},
+    "fbgemm": NativeBackend(gemm="fbgemm"),
+}
 
 
 class Choice(NamedTuple):
@@ -35,7 +41,7 @@ class Choice(NamedTuple):
 
 
 def get_backend(backend: Backend | str) -> Backend:
-    """A backend from its name, or itself; ``"auto"`` is the native one as long as recipe and device are unknown.
+    """A backend from its name, or itself. ``"auto"`` names none: see :func:`resolve_backend`.
 
     Raises:
         ValueError: the name is unknown.
@@ -45,9 +51,9 @@ def get_backend(backend: Backend | str) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"A backend is a name or a Backend object, got {type(backend).__name__}.")
-    if backend not in BACKEND_NAMES:
+    if backend not in _CLASSES:
         raise ValueError(f"Unknown backend {backend!r}: choose one of {', '.join(BACKEND_NAMES)}.")
-    return NativeBackend() if backend == "auto" else _CLASSES[backend]()
+    return _CLASSES[backend]()
 
 
 def resolve_backend(backend: Backend | str, recipe: Recipe, device: torch.device) -> Choice:

@@ -164,6 +164,7 @@ class TransformerEngineRuntime(Runtime):
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         super().step(group)
         self._refresh()
+        # A forward after the optimizer step may have kept a cast: its scale is old, and the new window lacks its amax.
         self.weights_changed()
         for state in self.states:
             state.cold = state.cold and not state.ran

@@ -9,19 +9,17 @@ from itertools import groupby
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_fp8.callbacks._directory import run_directory
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
+from lightning_fp8.callbacks._loss_factor import loss_factor
 from lightning_fp8.callbacks._samples import sample_indices
-from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.errors import RecoveryExhausted
 from lightning_fp8.recovery.events import EventLog, rejected_batches
 from lightning_fp8.recovery.guard import Outcome, StepGuard
 from lightning_fp8.recovery.ladder import Action, Ladder
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.verdict import Finding
-from lightning_fp8.settings import FP8Settings
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Escalation:
             finding = outcome.finding
             if finding is None:
                 continue
-            if finding.overflow and _current_scale(self.trainer) > 1:
+            if finding.overflow and loss_factor(self.trainer) > 1:
                 self.write(outcome, finding, "loss_scale_lowered")
             elif finding.deliberate or taken is not None:
                 self.write(outcome, finding, "skip")
@@ -241,7 +239,7 @@ class Escalation:
             value=first.value,
             loss=finding.loss,
             grad_norm=finding.grad_norm,
-            samples=sample_indices(self.trainer, context["batches"], first.ranks),
+            samples=sample_indices(self.trainer, context["batches"], first.ranks) if self.events.writes else None,
             causes=len(finding.culprits),
             action=action,
         )
@@ -253,18 +251,6 @@ class Escalation:
         counts = {f"recovery/{name}": float(count) for name, count in self.events.counts.items()}
         for logger in self.trainer.loggers:
             logger.log_metrics(counts, step=context["step"])
-
-
-def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | LossScaler | None:
-    """This package's precision plugin keeps it in its settings, Lightning's own as ``scaler``."""
-    plugin = trainer.precision_plugin
-    settings = getattr(plugin, "settings", None)
-    return settings.loss_scaler if isinstance(settings, FP8Settings) else getattr(plugin, "scaler", None)
-
-
-def _current_scale(trainer: pl.Trainer) -> float:
-    scaler = loss_scaler(trainer)
-    return float(scaler.scale(torch.ones((), device=trainer.strategy.root_device))) if scaler is not None else 1.0
 
 
 def _describe(finding: Finding) -> str:

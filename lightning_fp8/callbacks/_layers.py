@@ -90,6 +90,14 @@ class LayerCallback(Callback):
         before = now - 1 if self._before is None else self._before
         return passes_multiple(interval, before - start, now - start)
 
+    # What others may ask
+
+    def catch_up(self, trainer: pl.Trainer) -> None:
+        """Look at the last reading now, if it is still on its way."""
+        when, self._pending = self._pending, None
+        if when is not None:
+            self._look(trainer, self._copy.wait(), when)
+
     # Hooks
 
     @property
@@ -145,7 +153,7 @@ class LayerCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._arrive(trainer)
+        self.catch_up(trainer)
         if self._window is None or trainer.global_step == self._started:
             return  # Gradients accumulate.
         window, self._window = self._window, None
@@ -155,12 +163,12 @@ class LayerCallback(Callback):
             self._pending = When(self._started or 0, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._arrive(trainer)
+        self.catch_up(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # Lightning tears no callback down after an exception: hooks would stay, and the next fit read stale tables.
         with while_ending(type(self).__name__):
-            self._arrive(trainer)
+            self.catch_up(trainer)
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -170,7 +178,7 @@ class LayerCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         if self._trainer is not None:
-            self._arrive(self._trainer)
+            self.catch_up(self._trainer)
         state = self._state()
         return {**state, "started": self._started} if state else self._loaded or {}
 
@@ -184,8 +192,3 @@ class LayerCallback(Callback):
             self._load(self._loaded)
             self._started = self._loaded.get("started")
             self._loaded = None
-
-    def _arrive(self, trainer: pl.Trainer) -> None:
-        when, self._pending = self._pending, None
-        if when is not None:
-            self._look(trainer, self._copy.wait(), when)

@@ -14,17 +14,20 @@ class LoggedMetrics:
     """The training metrics as they were before a step.
 
     Lightning keeps what ``self.log`` gathers in the loop's result collection, and offers no public way to take a value
-    back; torchmetrics keep their own states.
+    back; torchmetrics keep their own states. They are those that the module has at the first step.
     """
 
     def __init__(self) -> None:
+        self._found: list[Metric] | None = None
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, dict[str, Any]]] = []
 
     def remember(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Keep them: a step is about to begin. References only, but for torchmetrics, which change in place."""
         self._results = {key: dict(metric.__dict__) for key, metric in (trainer._results or {}).items()}
-        self._metrics = [(m, {**m.__dict__, **_states(m)}) for m in module.modules() if isinstance(m, Metric)]
+        if self._found is None:
+            self._found = [m for m in module.modules() if isinstance(m, Metric)]
+        self._metrics = [(m, {**m.__dict__, **_states(m)}) for m in self._found]
 
     def restore(self, trainer: pl.Trainer, rejected: Tensor | bool) -> None:
         """Put them back if ``rejected``; a tensor on the device decides there, state by state."""

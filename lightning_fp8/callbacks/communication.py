@@ -21,7 +21,7 @@ from lightning_fp8.comm.collectives import FP8Collectives
 from lightning_fp8.comm.ddp import FP8GradientState, check_gradients, fp8_gradient_hook
 from lightning_fp8.comm.fsdp import FSDPCommunication, communicate_fsdp_in_fp8, fsdp_modules
 from lightning_fp8.comm.fsdp1 import fp8_shard_hook
-from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, Wire, check_wire, link_between
 from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.shards import local_numel, managed_parameters, shard_ranks
 from lightning_fp8.comm.traffic import Traffic
@@ -60,17 +60,15 @@ class FP8Communication(Callback):
 
     def __init__(
         self,
-        grad: Literal["fp8", "bf16"] = "fp8",
-        param: Literal["fp8", "bf16"] = "fp8",
+        grad: Wire = "fp8",
+        param: Wire = "fp8",
         min_numel: int | None = None,
         block: int = 128,
         format: Literal["e4m3", "e5m2"] = "e4m3",
         stochastic: bool = False,
         error_feedback: bool = False,
     ) -> None:
-        for word, value in (("grad", grad), ("param", param)):
-            if value not in ("fp8", "bf16"):
-                raise ValueError(f"{word} must be 'fp8' or 'bf16', got {value!r}.")
+        check_wire(grad=grad, param=param)
         if grad == param == "bf16":
             raise ValueError("With grad='bf16' and param='bf16' nothing goes in FP8: leave FP8Communication out.")
         check_number(whole=True, none=True, least=0, min_numel=min_numel)

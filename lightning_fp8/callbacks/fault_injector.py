@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.recovery import faults
 from lightning_fp8.recovery.faults import Fault, InjectedFault
 from lightning_fp8.recovery.layers import FP8Layers
+from lightning_fp8.selection import clean_name
 
 __all__ = ["Fault", "FaultInjector", "InjectedFault"]
 
@@ -91,10 +92,10 @@ class FaultInjector(Callback):
                 if faults.is_sharded(module):
                     faults.spoil_reduced_gradient(module, fault.value)
             if fault.kind == "amax" and fault.layer is not None:
-                layers = FP8Layers(pl_module)
-                if fault.layer not in layers.names:
+                layers, name = FP8Layers(pl_module), clean_name(fault.layer)
+                if name not in layers.names:
                     raise ValueError(f"{fault.layer!r} does not run in FP8, so it has no amax to plant a fault in.")
-                layers.multiply_amax(fault.layer, fault.role, fault.multiplier)
+                layers.multiply_amax(name, fault.role, fault.multiplier)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -45,6 +45,10 @@ class FP8HealthError(RuntimeError):
         )
         self.event = event
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes: an exception is made again from its message otherwise.
+        return type(self), (self.event,)
+
 
 class FP8HealthMonitor(LayerCallback):
     """Looks at every operand of every linear layer in every step, and names the one where trouble begins.
@@ -101,6 +105,7 @@ class FP8HealthMonitor(LayerCallback):
         self.verdict: Tensor | None = None
         self._names: list[str] = []
         self._health: Health | None = None
+        self._recover = torch.zeros(len(KINDS), dtype=torch.bool)
         self._observed: Tensor | None = None
         self._spoilt: HealthEvent | None = None
         self._worst: tuple[str, str, float] | None = None

@@ -22,12 +22,13 @@ from lightning_fp8.callbacks._averages import Averages, average_again
 from lightning_fp8.callbacks._caught_steps import CaughtSteps
 from lightning_fp8.callbacks._directory import check_writable, default_path
 from lightning_fp8.callbacks._ending import while_ending
-from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation, loss_scaler
+from lightning_fp8.callbacks._escalation import LOG_NAME, Escalation
 from lightning_fp8.callbacks._guarded_saves import collect_again, guard_saves_of_weights_only
 from lightning_fp8.callbacks._held_schedules import HeldSchedules
 from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
+from lightning_fp8.callbacks._loss_factor import loss_scaler
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.files import located, why_not_begun
 from lightning_fp8.loss_scaling import LossScaler
@@ -243,6 +244,8 @@ class SkipBatchRecovery(Callback):
         # An epoch that somebody ended early left its last step open.
         self._batches = []
         self._undone = None
+        # The module may have got torchmetrics since.
+        self._metrics = LoggedMetrics()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -26,6 +26,7 @@ from lightning_fp8.recipes import ROLES, Recipe
 from lightning_fp8.report.page import Event, Maps, Operand, Page, Series
 from lightning_fp8.statistics import SLOT_SIZE
 from lightning_fp8.telemetry import Readout, Telemetry, history_entry
+from lightning_fp8.version import __version__
 
 PAGE_NAME = "fp8-report.html"
 
@@ -101,7 +102,7 @@ class FP8Report(LayerCallback):
             OSError: the page cannot be written.
         """
         if self._telemetry is not None:
-            self._arrive(trainer)
+            self.catch_up(trainer)
         return self._write(trainer, f"At step {trainer.global_step}.", failed=False, path=path)
 
     # Hooks
@@ -161,7 +162,7 @@ class FP8Report(LayerCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         for callback in _others(trainer):
-            callback.on_train_end(trainer, pl_module)
+            callback.catch_up(trainer)
         if trainer.is_global_zero and self._place is not None:
             # Callbacks after this one have ends of their own to make.
             with while_ending("FP8Report", "as the fit ends"):
@@ -172,7 +173,8 @@ class FP8Report(LayerCallback):
             return
         super().on_exception(trainer, pl_module, exception)
         for callback in _others(trainer):
-            callback.on_exception(trainer, pl_module, exception)
+            with while_ending(type(callback).__name__):
+                callback.catch_up(trainer)
         if trainer.is_global_zero and self._place is not None:
             what = f"{type(exception).__name__}: {exception}".rstrip(": ")
             with while_ending("FP8Report"):
@@ -291,8 +293,6 @@ def _memory(trainer: pl.Trainer) -> float:
 
 
 def _facts(trainer: pl.Trainer, pl_module: pl.LightningModule, telemetry: Telemetry) -> list[tuple[str, str]]:
-    from lightning_fp8 import __version__
-
     device = trainer.strategy.root_device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     recipes = list(dict.fromkeys(_with_defaults(conversion.recipe) for conversion in telemetry.conversions))

@@ -97,6 +97,7 @@ class FP8Throughput(Callback):
         self._units = 0
         self._warned = False
         self._done = Flops(0.0, 0.0)
+        self._start_step = 0
         self._first_step: int | None = None
         self._pending: tuple[list[tuple[Any, Any]], dict[str, float], Flops, int] | None = None
 

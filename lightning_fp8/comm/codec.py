@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -35,16 +36,16 @@ class MessageError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Codec:
+class _Codec(ABC):
     """What the two codecs share: tags, and sums over ranks in a fixed order."""
 
+    @abstractmethod
     def message_bytes(self, numel: int) -> int:
         """Length of the message of ``numel`` values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode_rows(self, messages: Tensor, row_numel: int) -> Tensor:
         """fp32 ``[rows, row_numel]``."""
-        raise NotImplementedError
 
     def tag(self, row_numel: int) -> int:
         """A positive 31-bit number that stands for the layout of a message of ``row_numel`` values."""

@@ -29,9 +29,9 @@ class WorkList:
 class Handle:
     """A collective on its way.
 
-    On a CPU group the later phases of a collective are started by :meth:`advance` or :meth:`wait`, so every rank must
-    call them in the same order, as it must start the collectives themselves. On a GPU all phases are queued on a
-    stream of their own from the start, and :meth:`wait` makes the current stream wait for them, not the host.
+    On a CPU group the later phases of a collective are started by :meth:`wait`, so every rank must wait in the same
+    order, as it must start the collectives themselves. On a GPU all phases are queued on a stream of their own from the
+    start, and :meth:`wait` makes the current stream wait for them, not the host.
     """
 
     def __init__(self, phases: Iterator[Waitable]) -> None:
@@ -41,19 +41,6 @@ class Handle:
         self._device: torch.device | None = None
         self._error: BaseException | None = None
 
-    def advance(self) -> None:
-        """Wait for the phase under way and start the next. Raises as :meth:`wait` does."""
-        if self._error is not None:
-            raise self._error
-        if self._work is not None:
-            try:
-                self._work.wait()
-                self._work = next(self._phases, None)
-            except BaseException as error:
-                # A collective that failed stays failed: waiting again must not look like success.
-                self._error = error
-                raise
-
     def wait(self) -> None:
         """Return when the result may be used.
 
@@ -62,14 +49,18 @@ class Handle:
                 a message decodes to NaN).
             RuntimeError: a rank did not answer within the group's timeout, or died.
         """
-        while self._work is not None:
-            self.advance()
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._work is not None:
+                self._work.wait()
+                self._work = next(self._phases, None)
+        except BaseException as error:
+            # A collective that failed stays failed: waiting again must not look like success.
+            self._error = error
+            raise
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def is_done(self) -> bool:
-        """Whether nothing is left to start or, on a GPU, to run."""
-        return self._work is None and (self._event is None or self._event.query())
 
     def finish_on(self, stream: torch.cuda.Stream) -> None:
         """Queue all phases on ``stream``, which must be the current one; :meth:`wait` then waits for it."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+
+#: What may be asked of a collective: FP8, or what it sends without.
+Wire = Literal["fp8", "bf16"]
 
 #: ``cpu``: ranks on CPUs. ``nvlink``: GPUs of one host. ``network``: GPUs of several hosts.
 Link = Literal["cpu", "nvlink", "network"]
@@ -21,6 +24,17 @@ NEVER = 2**62
 #: ``network``: below this the scales' and the padding's share and the extra launches outweigh the bytes.
 #: ``cpu``: whoever trains on CPU ranks and asks for FP8 has a slow link; only what is lost in padding goes in bf16.
 DEFAULT_MIN_NUMEL: dict[Link, int] = {"cpu": 2**12, "nvlink": NEVER, "network": 2**16}
+
+
+def check_wire(**words: str) -> None:
+    """Look whether settings are a :data:`Wire`.
+
+    Raises:
+        ValueError: one is another word.
+    """
+    for name, word in words.items():
+        if word not in get_args(Wire):
+            raise ValueError(f"{name} must be 'fp8' or 'bf16', got {word!r}.")
 
 
 def link_between(group: dist.ProcessGroup | None, device: torch.device) -> Link:

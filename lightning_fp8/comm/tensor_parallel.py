@@ -10,8 +10,10 @@ the activations. Layers that are not in FP8 are left to torch's own styles.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.collectives import FP8Collectives
-from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, link_between
+from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, Wire, check_wire, link_between
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.ranks import all_gather, local_values
@@ -33,7 +35,7 @@ from lightning_fp8.selection import why_not_weight
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
-class _FP8Style:
+class _FP8Style(ABC):
     """What both styles have in common.
 
     Args:
@@ -49,15 +51,14 @@ class _FP8Style:
     def __init__(
         self,
         *,
-        all_gather: Literal["fp8", "bf16"] = "fp8",
+        all_gather: Wire = "fp8",
         min_numel: int | None = None,
         block: int = 128,
         traffic: Traffic | None = None,
         **layouts: Any,
     ) -> None:
         super().__init__(**layouts)
-        if all_gather not in ("fp8", "bf16"):
-            raise ValueError(f"all_gather must be 'fp8' or 'bf16', got {all_gather!r}.")
+        check_wire(all_gather=all_gather)
         self.all_gather = all_gather
         self.min_numel = min_numel
         self.codec = BlockCodec(block=block)
@@ -94,11 +95,13 @@ class _FP8Style:
             min_numel = DEFAULT_MIN_NUMEL[link_between(group, torch.device(mesh.device_type))]
         return FP8Collectives(group, self.codec, min_numel, self.traffic)
 
+    @abstractmethod
     def _check_layouts(self) -> None:
-        raise NotImplementedError
+        """Raise a ``ValueError`` on layouts that FP8 layers do not take."""
 
+    @abstractmethod
     def _exchange(self, collectives: FP8Collectives, mesh: DeviceMesh) -> _Exchange:
-        raise NotImplementedError
+        """What a layer does around its own product."""
 
 
 class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
@@ -127,7 +130,14 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
     def _exchange(self, collectives: FP8Collectives, mesh: DeviceMesh) -> _Exchange:
         layout = self.input_layouts[0]
         enter = _Gather(collectives, layout.dim) if isinstance(layout, Shard) else _Copy(collectives.group)
-        return _Exchange(mesh, layout, enter, _keep, self.output_layouts[0], self.use_local_output, False, None)
+        return _Exchange(
+            mesh=mesh,
+            input_layout=layout,
+            enter=enter,
+            leave=_keep,
+            output_layout=self.output_layouts[0],
+            local_output=self.use_local_output,
+        )
 
 
 class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
@@ -157,33 +167,39 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
     def _exchange(self, collectives: FP8Collectives, mesh: DeviceMesh) -> _Exchange:
         layout = self.output_layouts[0]
         leave = _SumAndScatter(collectives, layout.dim) if isinstance(layout, Shard) else _Sum(collectives.group)
-        # A bias is added to a part of the sequence only: its gradient is a sum over the ranks.
-        share = _Copy(collectives.group) if isinstance(layout, Shard) else _keep
-        return _Exchange(mesh, self.input_layouts[0], _keep, leave, layout, self.use_local_output, True, share)
+        return _Exchange(
+            mesh=mesh,
+            input_layout=self.input_layouts[0],
+            enter=_keep,
+            leave=leave,
+            output_layout=layout,
+            local_output=self.use_local_output,
+            # A bias is added to a part of the sequence only: its gradient is a sum over the ranks.
+            share_bias=_Copy(collectives.group) if isinstance(layout, Shard) else _keep,
+        )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Exchange:
-    """What a tensor-parallel layer does around its own product."""
+    """What a tensor-parallel layer does around its own product.
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        input_layout: Placement,
-        enter: Callable[[Tensor], Tensor],
-        leave: Callable[[Tensor], Tensor],
-        output_layout: Placement,
-        local_output: bool,
-        bias_after: bool,
-        share_bias: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self.mesh = mesh
-        self.input_layout = input_layout
-        self.enter = enter
-        self.leave = leave
-        self.output_layout = output_layout
-        self.local_output = local_output
-        self.bias_after = bias_after
-        self.share_bias = share_bias
+    Attributes:
+        mesh: the ranks.
+        input_layout: which part of the input each rank has.
+        enter: from that part to what it multiplies.
+        leave: from its product to its part of the output.
+        output_layout: which part that is.
+        local_output: give a tensor, not a DTensor.
+        share_bias: from the bias to what is added after ``leave``; ``None``: it is a part, added within the product.
+    """
+
+    mesh: DeviceMesh
+    input_layout: Placement
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[Tensor], Tensor]
+    output_layout: Placement
+    local_output: bool
+    share_bias: Callable[[Tensor], Tensor] | None = None
 
     def local_input(self, x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
@@ -206,13 +222,13 @@ class _ParallelLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         parallel = self.tensor_parallel
         y = parallel.leave(super().forward(parallel.enter(parallel.local_input(input))))
-        if parallel.bias_after and parallel.share_bias is not None and self.bias is not None:
+        if parallel.share_bias is not None and self.bias is not None:
             y = y + parallel.share_bias(local_values(self.bias)).to(y.dtype)
         return parallel.output(y)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.bias is None or self.tensor_parallel.bias_after else local_values(self.bias)
-        return local_values(self.weight), bias
+        bias_after = self.tensor_parallel.share_bias is not None
+        return local_values(self.weight), None if self.bias is None or bias_after else local_values(self.bias)
 
 
 def _is_whole_or_shard(layout: Placement) -> bool:

@@ -24,7 +24,3 @@ class Traffic:
         self.sent += sent
         self.bf16 += bf16
         self.calls += 1
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self.sent = self.bf16 = self.calls = 0

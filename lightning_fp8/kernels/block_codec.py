@@ -238,7 +238,7 @@ def encode(
         return
     _launch(
         _encode_kernel,
-        _grid(row_numel, block, len(messages)),
+        _grid(row_numel, len(messages)),
         (x, messages),
         (x.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
         seed,
@@ -252,7 +252,7 @@ def decode(
     """Decode all rows of ``messages`` into flat ``out`` (any floating dtype)."""
     at_once(
         _decode_kernel,
-        _grid(row_numel, block, len(messages)),
+        _grid(row_numel, len(messages)),
         (messages, out),
         (out.numel(), row_numel, -(-row_numel // block), tag, messages.shape[1]),
         (block, TILE // block, *_codes(messages, fmt, native)),
@@ -280,7 +280,7 @@ def reduce(
     own, own_row, own_numel = _own(messages, own, own_row)
     at_once(
         _reduce_kernel,
-        _grid(row_numel, block, 1),
+        _grid(row_numel, 1),
         (out, own, messages),
         (own_row, own_numel, factor, out.numel(), -(-row_numel // block), tag, messages.shape[1]),
         (len(messages), block, TILE // block, *_codes(messages, fmt, native)),
@@ -307,7 +307,7 @@ def reduce_encode(
     own, own_row, own_numel = _own(messages, own, own_row)
     _launch(
         _reduce_encode_kernel,
-        _grid(row_numel, block, 1),
+        _grid(row_numel, 1),
         (own, message, messages),
         (own_row, own_numel, factor, row_numel, -(-row_numel // block), tag, messages.shape[1]),
         seed,
@@ -336,7 +336,7 @@ def _own(messages: Tensor, own: Tensor | None, own_row: int) -> tuple[Tensor, in
     return (messages, -1, 0) if own is None else (own, own_row, own.numel())
 
 
-def _grid(row_numel: int, block: int, rows: int) -> tuple[int, int]:
+def _grid(row_numel: int, rows: int) -> tuple[int, int]:
     # At least one program a row: it also writes the tag.
     return max(1, -(-row_numel // TILE)), rows
 

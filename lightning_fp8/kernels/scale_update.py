@@ -25,7 +25,7 @@ def step_scales(
 ) -> None:
     """Enter the window's amaxes into the history, move the scales, and begin a new window, in place.
 
-    The same bits as ``lightning_fp8.scaling.update_scales`` followed by ``StatisticsTable.finish_step``.
+    The same bits as ``lightning_fp8.amax_history.update_scales`` followed by ``StatisticsTable.finish_step``.
 
     Args:
         table: fp32 ``[layers, 3, 4]`` on a GPU, contiguous as all others: the statistics.

@@ -14,10 +14,12 @@ _FIRST = {"running_mean": torch.zeros_like, "running_var": torch.ones_like}
 class MovedBuffers:
     """Copies of the buffers that forward moves, from before the step.
 
-    Buffers that never move (rotary tables, masks) are told apart by their version counter after the first step and not
-    copied again; BatchNorm's kernels move theirs without counting, so the buffers of modules that track running
-    statistics are always kept. Lazy ones have no values before their first forward: running statistics that it moved
-    go back to what it began with.
+    Buffers that have not moved yet (rotary tables, masks, a codebook before its first update) are told apart by their
+    version counter: they are copied once, which costs memory but no time in later steps, and that copy holds until they
+    move. From then on they are copied in every step, whoever moved them. BatchNorm's kernels move theirs without
+    counting, so the buffers of modules that track running statistics always are; what moves others so, such as
+    ``buffer.data.copy_()``, is put back in the first step only. Lazy ones have no values before their first forward:
+    running statistics that it moved go back to what it began with.
 
     Args:
         module: whose buffers are watched.
@@ -27,23 +29,23 @@ class MovedBuffers:
         self._slots: list[_Slot] = [(owner, name) for owner in module.modules() for name in owner._buffers]
         self._lazy = [slot for slot in self._slots if _is_lazy(slot)]
         self._moving = {slot for slot in self._slots if getattr(slot[0], "track_running_stats", False)} | {*self._lazy}
-        self._seen: dict[_Slot, tuple[int, int]] = {}
+        #: Those that have not moved, with their version.
+        self._still: dict[_Slot, tuple[Tensor, int]] = {}
         self._kept: dict[_Slot, Tensor] = {}
+        self._fresh: set[_Slot] = set()
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copy them: the step is about to begin."""
-        first = not self._seen
-        now = self._look()
+        now, old = self._look(), self._kept
         self._lazy = [slot for slot in self._lazy if _is_lazy(slot)]
-        wanted = now if first else {slot: buffer for slot, buffer in now.items() if slot in self._moving}
-        old = self._kept
         self._kept = {
             slot: old[slot] if slot in old and _alike(old[slot], buffer) else torch.empty_like(buffer)
-            for slot, buffer in wanted.items()
+            for slot, buffer in now.items()
         }
-        if wanted:
-            torch._foreach_copy_(list(self._kept.values()), list(wanted.values()))
+        self._fresh = {slot for slot in now if slot in self._moving or slot not in old}
+        if self._fresh:
+            torch._foreach_copy_([self._kept[slot] for slot in self._fresh], [now[slot] for slot in self._fresh])
 
     @torch.no_grad()
     def restore(self, rejected: Tensor | None = None) -> None:
@@ -53,8 +55,8 @@ class MovedBuffers:
             if (buffer := _buffer(slot)) is not None and slot[1] in _FIRST:
                 self._kept[slot] = _FIRST[slot[1]](buffer)
         live, kept = [], []
-        for slot, before in self._kept.items():
-            buffer = _buffer(slot)
+        for slot in [slot for slot in self._kept if slot in self._fresh or slot in self._moving]:
+            before, buffer = self._kept[slot], _buffer(slot)
             if buffer is not None and _alike(buffer, before):
                 live.append(buffer)
                 kept.append(before if rejected is None else torch.where(rejected.to(buffer.device), before, buffer))
@@ -63,16 +65,18 @@ class MovedBuffers:
         if live:
             torch._foreach_copy_(live, kept)
         # What restoring counts is no sign of forward moving them.
-        for slot in self._kept.keys() - self._moving:
-            if (buffer := _buffer(slot)) is not None:
-                self._seen[slot] = _state(buffer)
+        self._still = {slot: (buffer, buffer._version) for slot, (buffer, _) in self._still.items()}
 
     def _look(self) -> dict[_Slot, Tensor]:
         """The present buffers; takes note of those that moved."""
         now = {slot: buffer for slot in self._slots if (buffer := _buffer(slot)) is not None}
-        for slot, buffer in now.items():
-            if self._seen.setdefault(slot, _state(buffer)) != _state(buffer):
+        for slot, (buffer, version) in [*self._still.items()]:
+            if now.get(slot) is not buffer or buffer._version != version:
                 self._moving.add(slot)
+                del self._still[slot]
+        for slot, buffer in now.items():
+            if slot not in self._moving:
+                self._still[slot] = buffer, buffer._version
         return now
 
 
@@ -86,10 +90,6 @@ def _is_lazy(slot: _Slot) -> bool:
     owner, name = slot
     buffer = owner._buffers.get(name)
     return buffer is not None and is_lazy(buffer)
-
-
-def _state(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), buffer._version
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fp8.amaxes import amax_of
 from lightning_fp8.batches import tensors_of
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.optimizers import parameters_of
@@ -171,15 +172,19 @@ class StepGuard:
     @torch.no_grad()
     def observe_batch(self, batch: Any) -> None:
         """A batch, so that a finding can tell whether the data itself held NaN or Inf; by itself that is no fault."""
-        tensors = [t for t in tensors_of(batch) if t.is_floating_point() and t.numel()]
-        self._batches += [tensor.abs().max().to(self.device, torch.float32) for tensor in tensors]
+        amaxes = [amax_of(tensor) for tensor in tensors_of(batch) if tensor.is_floating_point()]
+        self._batches += [amax.to(self.device, torch.float32) for amax in amaxes if amax is not None]
 
     def observe(self, loss: Tensor) -> None:
         """A loss that backward is about to run from, scaled if losses are; of accumulated batches each one's share."""
         self._last_rejected = False
-        scale = self.scaler.scale(torch.ones((), device=loss.device)) if self.scaler is not None else None
         # The tensor's memory: whatever is done to it in place before backward counts.
-        self._losses.append((loss.detach(), scale))
+        self._losses.append((loss.detach(), self._loss_factor(loss.device)))
+
+    def _loss_factor(self, device: torch.device) -> Tensor | None:
+        if isinstance(self.scaler, torch.amp.GradScaler):
+            return self.scaler.scale(torch.ones((), device=device))
+        return self.scaler.factor_on(device) if self.scaler is not None else None
 
     def reject(self, loss: Tensor) -> Tensor:
         """Leave this step out, whatever the other ranks say.
@@ -323,12 +328,9 @@ class StepGuard:
         Args:
             alone: look at this rank's only; otherwise every rank must call.
         """
-        names, floating = [], []
-        for judge in map(self._follow, range(len(self.judges))):
-            for name, parameter in zip(judge.layout.parameters, judge.parameters, strict=True):
-                if not is_lazy(parameter):
-                    names.append(name)
-                    floating.append(local_values(parameter.detach()))
+        judges = [self._follow(index) for index in range(len(self.judges))]
+        names = [name for judge in judges for name in judge.layout.parameters]
+        floating = [self._values(parameter) for judge in judges for parameter in judge.parameters]
         norms = [norm.to(self.device) for norm in norms_of(floating)]
         bad = for_message(torch.stack(norms))
         message = torch.zeros(len(names) + self.ranks, device=self.device)
@@ -348,6 +350,12 @@ class StepGuard:
             dist.all_reduce(message, dist.ReduceOp.MAX)
         amaxes = [seen_value(entry) for entry in message.cpu()]
         return [Culprit("nonfinite", names[i], "weight", amax, ranks) for i, amax in zip(culprits, amaxes, strict=True)]
+
+    def _values(self, parameter: Tensor) -> Tensor:
+        """This rank's; lazy ones have none before their first forward, but their place in the message."""
+        if is_lazy(parameter):
+            return torch.empty(0, device=self.device)
+        return local_values(parameter.detach())
 
     def _loss(self, judge: Judge) -> Tensor | None:
         if not self._losses:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.model import Conversion, named_conversions
+from lightning_fp8.host_copy import on_cpu
+from lightning_fp8.model import Conversion
 from lightning_fp8.recipes import ROLES
-from lightning_fp8.selection import join_names
-from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN, on_cpu
-from lightning_fp8.telemetry import Telemetry
+from lightning_fp8.statistics import LAST_AMAX, NOT_SEEN
+from lightning_fp8.telemetry import Telemetry, named_layers
 
 
 class FP8Layers:
@@ -22,17 +22,17 @@ class FP8Layers:
         model: holds :class:`~lightning_fp8.model.Conversion` s, or none.
 
     Attributes:
-        names: of the layers, as ``model`` names them.
+        names: of the layers, as ``model`` names them without the parts that wrappers add.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._conversions: list[Conversion] = []
         self._rows: dict[str, tuple[Conversion, str]] = {}
-        for prefix, conversion in named_conversions(model):
+        for conversion, names in named_layers(model):
             self._conversions.append(conversion)
-            for name in conversion.runtime.table.names:
-                self._rows[join_names(prefix, name)] = (conversion, name)
+            for name, row in zip(names, conversion.runtime.table.names, strict=True):
+                self._rows[name] = (conversion, row)
         self.names = list(self._rows)
         self._switched_off: set[str] = set()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.checks import check_number, keep_as_floats
-from lightning_fp8.statistics import on_cpu
+from lightning_fp8.host_copy import on_cpu
 
 #: A normal distribution's sigma in units of its median absolute deviation.
 MAD_TO_SIGMA = 1.4826

@@ -233,7 +233,7 @@ def _risks(recipe: Recipe, role: Role, amax: float, scale: float, headroom: floa
     if headroom < _CLAMPED:
         risks.append("clamped in the last step")
     cast = main_cast(recipe, role)
-    if cast is not None and scale >= cast.max_scale:
+    if cast is not None and scale >= cast.largest_scale:
         risks.append("the scale stands at its cap")
     if past.numel() and amax > _GROWING * (median := float(past.median())):
         risks.append(f"amax is {amax / median:.3g} times its median")

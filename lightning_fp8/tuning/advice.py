@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fp8.linear import input_of
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.text_table import text_table
@@ -204,12 +205,15 @@ def observe(model: nn.Module, inputs: Tensor) -> Observation:
     rows: dict[str, int] = {}
 
     def hook(name: str) -> Any:
-        def count(layer: nn.Linear, args: tuple[Any, ...]) -> None:
-            rows[name] = rows.get(name, 0) + args[0].numel() // args[0].shape[-1]
+        def count(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = input_of(args, kwargs)
+            rows[name] = rows.get(name, 0) + x.numel() // x.shape[-1]
 
         return count
 
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in linear_layers(model).items()]
+    handles = [
+        layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in linear_layers(model).items()
+    ]
     attention = _Attention()
     try:
         with torch.no_grad(), attention:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.backends import NAMED_BACKENDS
 from lightning_fp8.compiling import compile_options
 from lightning_fp8.model import Conversion, conversions, convert_model
 from lightning_fp8.selection import LayerSelection
@@ -29,14 +29,6 @@ FIRST_STEPS = 6
 
 #: What is measured beside bf16 where nobody says otherwise.
 RECIPES = ("delayed", "tensorwise", "tensorwise_pow2", "rowwise", "blockwise", "blockwise_tiled")
-
-#: What variants may name before the colon.
-BACKENDS: dict[str, Backend] = {
-    "native": NativeBackend(),
-    "fbgemm": NativeBackend(gemm="fbgemm"),
-    "torchao": TorchaoBackend(),
-    "transformer_engine": TransformerEngineBackend(),
-}
 
 #: Arguments of :func:`~lightning_fp8.compile_options` by a variant's suffix.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -186,7 +178,7 @@ def build_step(
     if peer is None and name != "bf16":  # Compiled before, as "auto" wants to know.
         backend, _, recipe = name.removesuffix("-auto").rpartition(":")
         layers: LayerSelection | Literal["auto"] = "auto" if name.endswith("-auto") else LayerSelection()
-        convert_model(model, recipe, backend=BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
+        convert_model(model, recipe, backend=NAMED_BACKENDS[backend or "native"], layers=layers, tokens=shape.tokens)
         if layers != "auto":
             _check_converted(conversions(model)[0])
         context = conversions(model)[0].runtime.forward_context

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.backends import NativeBackend
+from lightning_fp8.backends import NAMED_BACKENDS, NativeBackend
 from lightning_fp8.cli_errors import CommandParser, OneLineParser, one_line
 from lightning_fp8.recipes import RECIPE_NAMES, Recipe, get_recipe
 from lightning_fp8.tuning.advice import advise as look_at
-from lightning_fp8.tuning.bench import BACKENDS, RECIPES, measure
+from lightning_fp8.tuning.bench import RECIPES, measure
 from lightning_fp8.tuning.choice import DEFAULT_TOKENS, Source, times_on, variant_in
 from lightning_fp8.tuning.decoder import SHAPES, parse_shape
 from lightning_fp8.tuning.machine import describe, examine
@@ -60,7 +60,7 @@ def bench(args: Sequence[str] | None = None) -> int:
             parser.error(f"There is no folder {path.absolute().parent}.")
         if path is not None and path.is_dir():
             parser.error(f"{path} is a folder: name a file in it.")
-    variants, left_out = _variants(parsed.backends or BACKENDS, recipes, torch.device("cuda" if cuda else "cpu"))
+    variants, left_out = _variants(parsed.backends or NAMED_BACKENDS, recipes, torch.device("cuda" if cuda else "cpu"))
     endings = {"yes": [""], "no": ["-eager"], "both": ["", "-eager"]}[parsed.compile]
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     print(f"{machine}, torch {torch.__version__}", flush=True)
@@ -93,7 +93,7 @@ def _bench_parser(cuda: bool) -> CommandParser:
         help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
     )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="by default all that are installed")
+    parser.add_argument("--backends", nargs="+", choices=list(NAMED_BACKENDS), help="by default all that are installed")
     parser.add_argument(
         "--compile",
         choices=["yes", "no", "both"],
@@ -113,7 +113,7 @@ def _variants(
     variants, left_out = ["bf16"], []
     for backend in backends:
         for name, recipe in recipes.items():
-            support = BACKENDS[backend].support(recipe, device)
+            support = NAMED_BACKENDS[backend].support(recipe, device)
             if support.kind == "refused":
                 left_out.append(f"{backend} {name}: {support.reason}")
             else:

@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_fp8.linear import input_of
+from lightning_fp8.uncopied import UncopiedHook
+
 #: What torch (2.11 to 2.13) has no formula for, and what counts alike.
 _SAME_AS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention
@@ -72,8 +75,8 @@ class StepFlops:
     def __enter__(self) -> StepFlops:
         for layers, leave in ((self._fp8_layers, self._leave_fp8), (self._emulated, self._leave_emulated)):
             for layer in layers:
-                self._handles.append(layer.register_forward_pre_hook(self._enter_layer))
-                self._handles.append(layer.register_forward_hook(leave, with_kwargs=True))
+                self._handles.append(layer.register_forward_pre_hook(UncopiedHook(self._enter_layer)))
+                self._handles.append(layer.register_forward_hook(UncopiedHook(leave), with_kwargs=True))
         self._mode.__enter__()
         self._active = True
         return self
@@ -94,12 +97,12 @@ class StepFlops:
         if _in_counted_backward():
             return
         self._mode.total = self._before
-        self._fp8 += _layer_flops(layer, args[0] if args else kwargs["input"], output)
+        self._fp8 += _layer_flops(layer, input_of(args, kwargs), output)
 
     def _leave_emulated(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if _in_counted_backward():
             return
-        self._mode.total = self._before + _layer_flops(layer, args[0] if args else kwargs["input"], output)
+        self._mode.total = self._before + _layer_flops(layer, input_of(args, kwargs), output)
 
 
 def _layer_flops(layer: Any, x: Tensor, output: Tensor) -> float:

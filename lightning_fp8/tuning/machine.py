@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import lightning_fp8
 from lightning_fp8.kernels.capability import has_fast_casts
 from lightning_fp8.support_table import support_here
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.peaks import peak_of
 from lightning_fp8.tuning.table import shipped_tables
+from lightning_fp8.version import __version__
 
 #: Import name and distribution name of what may be installed, and what it is for.
 _OPTIONAL = (
@@ -30,7 +30,7 @@ def examine() -> dict[str, Any]:
     """Plain values: versions, GPUs, optional libraries, and the support of every backend and recipe here."""
     return {
         "versions": {
-            "lightning_fp8": lightning_fp8.__version__,
+            "lightning_fp8": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,

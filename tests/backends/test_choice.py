@@ -15,7 +15,6 @@ from lightning_fp8.backends import (
     Support,
     TorchaoBackend,
     TransformerEngineBackend,
-    choose_backend,
     get_backend,
     resolve_backend,
 )
@@ -35,7 +34,9 @@ def test_names() -> None:
     assert get_backend("torchao") == TorchaoBackend()
     assert get_backend("transformer_engine") == TransformerEngineBackend() != TransformerEngineBackend(fp8_dpa=True)
     backend = NativeBackend()
-    assert get_backend(backend) is backend
+    assert get_backend(backend) is backend and get_backend("native") == backend
+    choice = resolve_backend(backend, get_recipe("delayed"), CPU)
+    assert choice.backend is backend and choice.support.kind == "emulated" and choice.support.reason
     assert eval(repr(TransformerEngineBackend(fuse=[("a", "b")]))).fuse == (("a", "b"),)
     with pytest.raises(ValueError, match="transformer_engine"):
         get_backend("apex")
@@ -61,8 +62,7 @@ def test_auto_on_the_cpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("A library that would emulate as well need not be imported.")
 
     monkeypatch.setattr(TorchaoBackend, "why_not_installed", look)
-    assert choose_backend(get_recipe(recipe), CPU).backend == NativeBackend()
-    assert resolve_backend("auto", get_recipe(recipe), CPU).backend == get_backend("auto") == NativeBackend()
+    assert resolve_backend("auto", get_recipe(recipe), CPU).backend == NativeBackend()
 
 
 def test_a_preset_is_called_by_its_name() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection, StaticScaling, convert_model
 from lightning_fp8 import step as fp8_step
-from lightning_fp8.backends import Backend, NativeBackend, TorchaoBackend, TransformerEngineBackend
+from lightning_fp8.backends import NAMED_BACKENDS, Backend, NativeBackend, TransformerEngineBackend
 from lightning_fp8.casts import Cast
 from lightning_fp8.kernels import fbgemm, reference
 from lightning_fp8.model import conversions
@@ -25,10 +25,7 @@ from tests.backends.models import ALL, FUSE, Block
 pytestmark = pytest.mark.gpu
 
 BACKENDS: dict[str, Backend] = {
-    "native": NativeBackend(),
-    "fbgemm": NativeBackend(gemm="fbgemm"),
-    "torchao": TorchaoBackend(),
-    "transformer_engine": TransformerEngineBackend(),
+    **NAMED_BACKENDS,
     "transformer_engine library amax": TransformerEngineBackend(amax="library"),
 }
 PAIRS = [(backend, recipe) for backend in BACKENDS for recipe in RECIPE_NAMES]
@@ -177,7 +174,7 @@ def test_modules_copies_and_state(name: str) -> None:
     assert after == before and losses[2] < losses[0]
     resumed = converted(BACKENDS[name], recipe, mlp(seed=3))
     resumed.load_state_dict(model.state_dict())
-    assert runtime_of(resumed).load_state_dict(runtime_of(model).state_dict()) == []
+    assert runtime_of(resumed).load_state_dict(runtime_of(model).live_state()) == []
     twins = [model, resumed, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for number in range(3, 5):
         values = [train_step(twin, batch(number)) for twin in twins]

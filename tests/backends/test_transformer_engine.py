@@ -270,6 +270,18 @@ def test_changed_weights_are_cast_anew(library: ModuleType, fused: bool) -> None
     assert torch.equal(model(batch(1)), expected) and _weight_casts(model[0]) == 3
 
 
+def test_a_new_window_casts_weights_anew(library: ModuleType) -> None:
+    """Also those that a forward has cast since the optimizer step."""
+    model = mlp()
+    conversion = convert(model, "delayed", StandIn(cache_weights=True))
+    model(batch(0))
+    conversion.optimizer_stepped()
+    model(batch(1))
+    conversion.step()
+    model(batch(2))
+    assert conversion.runtime.table.amax[0, 1] == model[0].weight.abs().max()
+
+
 def test_evaluation_casts_its_own_weights(library: ModuleType) -> None:
     model = mlp()
     convert(model, "delayed", StandIn(cache_weights=True))
@@ -288,7 +300,7 @@ def test_resuming_is_bit_identical(library: ModuleType) -> None:
     for number in range(3):
         train_step(straight, batch(number), optimizer)
     file = io.BytesIO()
-    torch.save({"model": straight.state_dict(), "fp8": runtime.state_dict()}, file)
+    torch.save({"model": straight.state_dict(), "fp8": runtime.live_state()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     resumed = mlp(seed=1)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, LayerSelection
+from lightning_fp8 import DelayedScaling, FP8Precision, LayerSelection
 from lightning_fp8.comm import BlockCodec, Traffic
 from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.comm.rounding import RoundingKeys
@@ -458,8 +458,23 @@ def mistakes_are_named(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="not sharded by FSDP2"):
         communicate_fsdp_in_fp8(make())
     fresh = make()
-    with pytest.raises(ValueError, match="grad must be"):
-        sharded(fresh, grad="int8")
+    for settings, message in (
+        ({"grad": "int8"}, "grad must be"),
+        ({"compile": {"recompute": "some"}}, "recompute='some' is none of"),
+        ({"compile": {"full_graph": True}}, "compile holds 'full_graph', which torch.compile does not take"),
+        ({"compile": "yes"}, "compile must be true, false or a mapping"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sharded(fresh, **settings)
+        with pytest.raises(ValueError, match=message):
+            FP8Precision(precision="bf16-true").shard(fresh, line_mesh(), **settings)
+    if importlib.util.find_spec("torchao"):
+        with pytest.raises(ValueError, match="torchao backend's layers cannot be gathered"):
+            sharded(fresh, recipe="rowwise", backend="torchao", param="fp8")
+    for settings in ({"activation_checkpointing": "false"}, {"min_numel": 0.5}):
+        with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"):
+            sharded(fresh, **settings)
+    assert {parameter.dtype for parameter in fresh.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"shard needs the DeviceMesh of all ranks, got None: self\.device_mesh"):
         lightning_fp8.shard(fresh, None)  # type: ignore[arg-type]
     tensor_mesh = init_device_mesh(device().type, (1, world), mesh_dim_names=("data_parallel", "tensor_parallel"))

@@ -211,7 +211,7 @@ def test_accumulation_takes_the_maximum_over_the_window() -> None:
     amax = table_of(model).amax[0].clone()
     assert amax.tolist() == [(5 * x).abs().max().item(), model.weight.abs().max().item(), (5 * g).abs().max().item()]
     lightning_fp8.step(model)
-    history = conversions(model)[0].runtime.scaling.history
+    history = conversions(model)[0].runtime.scaling.history.values
     assert torch.equal(history[0, :, 0], amax) and history[..., 1:].eq(0).all()  # One step, not three.
 
 

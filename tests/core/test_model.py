@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, LayerSelection, RowwiseScaling, convert_model, revert_model
-from lightning_fp8.backends import NativeBackend, Support, check_support, get_backend
+from lightning_fp8.backends import NativeBackend, Support
 from lightning_fp8.linear import MOST_UPDATES, Float8Linear
 from lightning_fp8.model import Conversion, conversions
 from lightning_fp8.statistics import LAST_AMAX
@@ -95,6 +95,26 @@ def test_other_settings_convert_anew_and_say_so(settings: dict[str, Any], caplog
     assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
     revert_model(model)
     assert not conversions(model) and type(model[0]) is nn.Linear
+
+
+class NativeOn(NativeBackend):
+    """A backend with tensor cores on one kind of device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.native_on = device
+
+    def support(self, recipe: Any, device: torch.device) -> Support:
+        return Support("native" if device.type == self.native_on else "emulated", f"on {device.type}")
+
+
+def test_a_device_that_runs_the_recipe_otherwise_decides_anew() -> None:
+    model, backend = mlp(), NativeOn("cuda")
+    assert the(convert_model(model, backend=backend)).support == ("emulated", "on cpu")
+    found = the(convert_model(model, backend=backend, device="cuda", layers=LayerSelection(head=True)))
+    assert found.support == ("native", "on cuda")
+    assert the(convert_model(model, backend=backend, device="cuda:1", layers=LayerSelection(head=True))) is found
+    assert the(convert_model(model, backend=backend, layers=LayerSelection(head=True))) is not found
 
 
 def test_a_part_converted_before_does_not_keep_the_rest_out() -> None:
@@ -345,6 +365,15 @@ def test_layers_on_several_devices_are_refused(converted: bool) -> None:
     assert traces(model) == before
 
 
+def test_layers_put_on_several_devices_afterwards_are_refused_as_the_step_ends() -> None:
+    model = convert_model(mlp())
+    train(model)
+    state = the(model).runtime.states[0]
+    state.slots = tuple(slot.to("meta") for slot in state.slots)  # type: ignore[assignment]  # As on another GPU.
+    with pytest.raises(RuntimeError, match=r"several devices \(meta besides cpu\): convert each part by itself"):
+        lightning_fp8.step(model)
+
+
 def test_sharded_weights_are_refused(tmp_path: Path) -> None:
     from torch.distributed.tensor import DeviceMesh, distribute_module
 
@@ -374,14 +403,6 @@ def test_weights_that_are_not_finite_are_warned_of(bad: float) -> None:
         with pytest.raises(UserWarning):
             convert_model(model)
     assert traces(model) == before
-
-
-def test_backends_by_name() -> None:
-    assert get_backend("auto") == get_backend("native") == NativeBackend()
-    backend = NativeBackend()
-    assert get_backend(backend) is backend
-    support = check_support(backend, DelayedScaling(), torch.device("cpu"))
-    assert support.kind == "emulated" and support.reason
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -431,7 +452,9 @@ def test_scales_are_fp32_under_another_default_dtype(dtype: torch.dtype) -> None
     finally:
         torch.set_default_dtype(torch.float32)
     scaling = the(model).runtime.scaling
-    assert scaling.table.data.dtype == scaling.history.dtype == scaling._format_maxima.dtype == torch.float32
+    assert (
+        scaling.table.data.dtype == scaling.history.values.dtype == scaling.history.format_maxima.dtype == torch.float32
+    )
     expected = convert_model(mlp())
     train(model), train(expected)
     assert torch.equal(scaling.table.data, the(expected).runtime.table.data)

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_fp8.host_copy import on_cpu
 from lightning_fp8.recipes import DelayedScaling, Recipe, StaticScaling, TensorwiseScaling
 from lightning_fp8.scaling import ScalingState, reduce_amax, with_gradients_times
 from lightning_fp8.statistics import AMAX, LAST_AMAX, NOT_SEEN, SCALE, SCALE_TRANSPOSED, StatisticsTable
@@ -33,6 +34,11 @@ def run(state: ScalingState, amax: float, layer: int = 0, role: int = 0) -> tupl
     state.table.data[layer, role, AMAX] = amax
     state.step()
     return tuple(state.table.data[layer, role, [SCALE, SCALE_TRANSPOSED]].tolist())  # type: ignore[return-value]
+
+
+def state_of(state: ScalingState) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    return on_cpu(state.live_state())
 
 
 def test_roles_take_the_maximum_of_their_formats() -> None:
@@ -111,10 +117,10 @@ def test_layers_that_did_not_run_keep_their_history() -> None:
     state = make(amax_history_len=2)
     run(state, 8.0, layer=0)
     run(state, 1.0, layer=1)
-    kept = state.history[0].clone()  # type: ignore[index]
+    kept = state.history.values[0].clone()  # type: ignore[union-attr]
     for _ in range(5):
         run(state, 1.0, layer=1)
-    assert torch.equal(state.history[0], kept)  # type: ignore[index]
+    assert torch.equal(state.history.values[0], kept)  # type: ignore[union-attr]
     assert state.table.data[0, 0, SCALE] == 56.0
     assert state.table.data[0, 0, LAST_AMAX] == 8.0
     assert run(state, 1.0, layer=0)[0] == 56.0  # Two steps of its own long, whatever the others did.
@@ -133,9 +139,9 @@ def test_zeros_tell_nothing() -> None:
 def test_non_finite_amaxes_are_kept_out_and_shown(bad: float) -> None:
     state = make(amax_history_len=2)
     run(state, 2.0)
-    history, position = state.history.clone(), state.position.clone()  # type: ignore[union-attr]
+    before = copy.deepcopy(state.history.live_state())  # type: ignore[union-attr]
     assert run(state, bad) == (224.0, 224.0)
-    assert torch.equal(state.history, history) and torch.equal(state.position, position)  # type: ignore[arg-type]
+    assert all(torch.equal(value, before[key]) for key, value in state.history.live_state().items())  # type: ignore[union-attr]
     assert not state.table.data[0, 0, LAST_AMAX].isfinite()
 
 
@@ -180,13 +186,13 @@ def test_scales_from_the_data_leave_only_amaxes() -> None:
 def test_a_rejected_step_leaves_no_trace(rejected: Any) -> None:
     state = make(amax_history_len=3)
     run(state, 2.0)
-    before = copy.deepcopy(state.state_dict())
+    before = state_of(state)
     state.table.data[0, 0, AMAX] = 1000.0
     # Layer b ran for the first time: its scale came from the rejected step's data.
     state.table.data[1, 0] = torch.tensor([1000.0, 0.448, 0.448, NOT_SEEN])
     state.discard(rejected)
     state.step()
-    after = state.state_dict()
+    after = state_of(state)
     assert torch.equal(after["table"]["data"], before["table"]["data"])
     assert torch.equal(after["history"], before["history"]) and torch.equal(after["position"], before["position"])
 
@@ -224,7 +230,7 @@ def test_state_dict_round_trip(tmp_path: Path) -> None:
     for amax in (3.0, 2.0, 1.0):
         run(state, amax)
     state.table.data[1, 2, AMAX] = 7.0  # In mid-window.
-    saved = state.state_dict()
+    saved = state_of(state)
     assert_plain(saved)
     torch.save(saved, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -234,8 +240,9 @@ def test_state_dict_round_trip(tmp_path: Path) -> None:
     state.table.data.sub_(1)
     for both in (state, other):
         both.step()
-    assert torch.equal(state.table.data, other.table.data)
-    assert torch.equal(state.history, other.history) and torch.equal(state.position, other.position)  # type: ignore[arg-type]
+    one, two = state_of(state), state_of(other)
+    assert torch.equal(one["table"]["data"], two["table"]["data"])
+    assert torch.equal(one["history"], two["history"]) and torch.equal(one["position"], two["position"])
 
 
 def test_layers_are_matched_by_name() -> None:
@@ -243,9 +250,9 @@ def test_layers_are_matched_by_name() -> None:
     run(state, 2.0, layer=0)
     run(state, 4.0, layer=1)
     other = make(names=["new", "b", "a"], amax_history_len=2)
-    assert other.load_state_dict(state.state_dict()) == ["new"]
+    assert other.load_state_dict(state_of(state)) == ["new"]
     assert other.table.data[:, 0, SCALE].tolist() == [0.0, 112.0, 224.0]
-    assert other.history[:, 0, 0].tolist() == [0.0, 4.0, 2.0]  # type: ignore[index]
+    assert other.history.values[:, 0, 0].tolist() == [0.0, 4.0, 2.0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,7 @@ def test_another_recipes_state_is_refused_and_changes_nothing(recipe: Recipe) ->
     run(state, 2.0)
     before = state.table.data.clone()
     with pytest.raises(ValueError, match="belongs to the recipe"):
-        state.load_state_dict(make(recipe).state_dict())
+        state.load_state_dict(state_of(make(recipe)))
     assert torch.equal(state.table.data, before)
 
 
@@ -264,7 +271,7 @@ def test_a_state_that_knows_fewer_settings_is_the_same_recipes() -> None:
     """An earlier build may have written it."""
     state = make()
     run(state, 2.0)
-    saved = state.state_dict()
+    saved = state_of(state)
     del saved["recipe"]["smoothing"]
     other = make()
     assert other.load_state_dict(saved) == []
@@ -287,7 +294,7 @@ def test_table_names_no_layers() -> None:
     state = make(names=[])
     state.step()
     state.discard()
-    assert state.load_state_dict(state.state_dict()) == []
+    assert state.load_state_dict(state_of(state)) == []
 
 
 @pytest.mark.parametrize("settings", [{}, {"smoothing": 0.5}, {"power_of_two": True}])
@@ -299,9 +306,9 @@ def test_a_state_follows_gradients_of_another_size(settings: dict[str, Any]) -> 
             run(state, amax)
             run(state, amax * factor, role=2)
         state.table.data[0, 2, AMAX] = 5.0 * factor  # Of the window that is open.
-    before = small.state_dict()
+    before = state_of(small)
     for target, factor, source in ((large, 2.0**16, small), (small, 2.0**-16, large)):
-        changed, expected = with_gradients_times(factor, source.state_dict()), target.state_dict()
+        changed, expected = with_gradients_times(factor, state_of(source)), state_of(target)
         assert torch.equal(changed["table"]["data"], expected["table"]["data"])
         assert torch.equal(changed["history"], expected["history"])
         assert torch.equal(changed["position"], expected["position"])
@@ -312,12 +319,12 @@ def test_scales_that_follow_stay_within_the_recipe() -> None:
     state = make(max_scale=100.0)
     run(state, 2.0**20, role=2)
     state.table.data[1, 2, LAST_AMAX] = math.inf
-    data = with_gradients_times(2.0**-20, state.state_dict())["table"]["data"]
+    data = with_gradients_times(2.0**-20, state_of(state))["table"]["data"]
     assert data[0, 2, [SCALE, SCALE_TRANSPOSED]].tolist() == [100.0, 100.0]
     assert data[1, 2].tolist() == [NOT_SEEN, 0.0, 0.0, math.inf]
     constant = make(StaticScaling(8.0))
     constant.table.data[0, 2, LAST_AMAX] = 2.0
-    assert with_gradients_times(4.0, constant.state_dict())["table"]["data"][0, 2].tolist() == [NOT_SEEN, 8.0, 8.0, 8.0]
+    assert with_gradients_times(4.0, state_of(constant))["table"]["data"][0, 2].tolist() == [NOT_SEEN, 8.0, 8.0, 8.0]
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

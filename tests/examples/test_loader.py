@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from examples.gpt.data import TextData, TextWindows, read_text
 from examples.gpt.model import GPT
 from examples.loader import ResumableLoader
+from examples.vit.data import DigitsData
 
 SAMPLES = TensorDataset(torch.arange(50))
 
@@ -115,6 +116,12 @@ def test_missing_text_is_refused(tmp_path: Path):
         TextData(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="use more text"):
         TextWindows(b"short", length=16)
+
+
+@pytest.mark.parametrize("data", [TextData(), DigitsData()])
+def test_data_that_is_not_read_yet_says_how_to_read_it(data: TextData | DigitsData):
+    with pytest.raises(RuntimeError, match=r'call setup\("fit"\) first'):
+        data.train_dataloader()
 
 
 class Trace(pl.Callback):

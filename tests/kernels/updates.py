@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_fp8.amax_history import AmaxHistory, update_scales
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.scaling import ScalingState, update_scales
 from lightning_fp8.statistics import StatisticsTable
 from tests.kernels.agreement import assert_same
 
@@ -23,9 +23,9 @@ def check_update(step: Callable[..., None], recipe: DelayedScaling, device: str)
     """Several steps of ``step`` on ``device`` beside the reference's on the CPU."""
     generator = torch.Generator().manual_seed(0)
     table = StatisticsTable(["a", "b", "c", "d", "e"])
-    state = ScalingState(recipe, table)
-    fast = [tensor.clone().to(device) for tensor in (table.data, state.history, state.position)]
-    maxima = state._format_maxima.to(device)
+    history = AmaxHistory(recipe, table)
+    fast = [tensor.clone().to(device) for tensor in (table.data, history.values, history.position)]
+    maxima = history.format_maxima.to(device)
     for _ in range(5):
         amax = torch.randn(5, 3, generator=generator).mul(4).exp()
         amax[torch.rand(5, 3, generator=generator) < 0.2] = -1.0
@@ -34,8 +34,8 @@ def check_update(step: Callable[..., None], recipe: DelayedScaling, device: str)
         table.amax.copy_(amax)
         fast[0][..., 0] = amax.to(device)
         step(*fast, maxima, recipe)
-        update_scales(table.data, state.history, state.position, state._format_maxima, recipe)
+        update_scales(table.data, history.values, history.position, history.format_maxima, recipe)
         table.finish_step()
-        references = (table.data, state.history, state.position)
+        references = (table.data, history.values, history.position)
         for name, got, want in zip(("table", "history", "position"), fast, references, strict=True):
             assert_same(got, want, f"{recipe}: {name}")

@@ -106,6 +106,19 @@ def test_what_an_operand_is_used_to_is_no_spike(sigmas: float | None, reports: b
     assert [event.layer for event in run(planted(0, 2, 1e6))] == ["a"]
 
 
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_growth_from_zero_is_no_spike_and_a_jump_during_it_is(power: int) -> None:
+    """A matrix that begins at zero, such as LoRA's second, under a learning rate that warms up."""
+    run = Run()
+    for step in range(60):
+        assert run(planted(1, 1, step**power / 1000)) == [], step
+    grown = Run()
+    for step in range(12):
+        assert grown(planted(1, 1, step**power / 1000)) == []
+    (event,) = grown(planted(1, 1, 3.5 * 11**power / 1000))
+    assert (event.kind, event.layer, event.role) == ("spike", "b", "weight")
+
+
 def test_nothing_is_a_spike_before_the_window_is_full() -> None:
     run = Run()
     for number in range(10):

@@ -58,13 +58,21 @@ def test_layers_at_risk_come_first(tmp_path: Path) -> None:
     assert ("late", "grad_output") in risky and ("late", "input") not in risky
 
 
-def test_a_scale_at_its_cap_and_a_stale_one(tmp_path: Path) -> None:
-    recipe = {"name": "delayed", "max_scale": 64.0}
+@pytest.mark.parametrize(
+    ("max_scale", "power_of_two", "largest"),
+    # The last is a number that fp32 rounds down.
+    [(64.0, False, 64.0), (100.0, True, 64.0), (0.7, False, torch.tensor(0.7).item())],
+)
+def test_a_scale_at_its_cap(max_scale: float, power_of_two: bool, largest: float, tmp_path: Path) -> None:
+    recipe = {"name": "delayed", "max_scale": max_scale, "power_of_two": power_of_two}
     save(tmp_path / "a.ckpt", 4, precision(recipe))
     weight = row(inspect_checkpoint(tmp_path / "a.ckpt").rows, "late", "weight")
-    assert weight.scale == 64 and weight.risks == ("the scale stands at its cap",)
-    save(tmp_path / "b.ckpt", 8, precision(), Plant(Fault(2, "late", "grad_output", factor=1e4)))
-    gradient = row(inspect_checkpoint(tmp_path / "b.ckpt").rows, "late", "grad_output")
+    assert weight.scale == largest and weight.risks[0] == "the scale stands at its cap"
+
+
+def test_a_stale_scale(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 8, precision(), Plant(Fault(2, "late", "grad_output", factor=1e4)))
+    gradient = row(inspect_checkpoint(tmp_path / "a.ckpt").rows, "late", "grad_output")
     assert any("long past" in risk for risk in gradient.risks)
 
 

@@ -177,6 +177,37 @@ def test_a_page_that_cannot_be_written_in_the_end_is_a_warning(
         report.write(trainer)
 
 
+@pytest.mark.parametrize("ending", ["the end", "an exception"])
+def test_other_monitors_end_once_and_their_last_reading_is_in_the_page(tmp_path: Path, ending: str) -> None:
+    """Though they come later in the list."""
+    ended = []
+
+    class Ends(FP8HealthMonitor):
+        def on_train_end(self, *args: Any) -> None:
+            ended.append("the end")
+            super().on_train_end(*args)
+
+        def on_exception(self, *args: Any) -> None:
+            ended.append("an exception")
+            super().on_exception(*args)
+
+    class Raises(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if ending == "an exception" and trainer.global_step == 3:
+                raise ValueError("the user's")
+
+    page, steps = tmp_path / "page.html", 3 if ending == "the end" else 5
+    callbacks = [FP8Report(page, every_n_steps=1), Ends("log"), Raises(), Plant(Fault(2, "late", "input", math.inf))]
+    trainer = make_trainer(callbacks, steps)
+    if ending == "the end":
+        trainer.fit(Net(), batches(steps))
+    else:
+        with pytest.raises(ValueError, match="the user's"):
+            trainer.fit(Net(), batches(steps))
+    assert ended == [ending]
+    assert "Inf first seen in the input of 'late'" in words(page.read_text())
+
+
 def test_on_demand_and_in_the_log_directory(tmp_path: Path) -> None:
     report = FP8Report(every_n_steps=1)
     states: list[str] = []

@@ -156,6 +156,10 @@ def test_empty_and_nested_inputs() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 16) * 3, torch.ones(1, 16) * 5], layout=torch.jagged)
     layer(nested)
     assert telemetry.read()[0, 0, AMAX] == 5
+    # The memory holds more than the tensor.
+    strided = torch.nested.nested_tensor([torch.ones(2, 16) * -7, torch.zeros(0, 16), torch.ones(1, 16) * 9])
+    layer(strided.narrow(0, 0, 2))
+    assert telemetry.read()[0, 0, AMAX] == 7
 
 
 def test_headroom_is_the_distance_to_the_largest_value_of_the_format() -> None:

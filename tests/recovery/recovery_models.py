@@ -13,9 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fp8.callbacks.recovery import SkipBatchRecovery
+
 #: Imported once by the server that test processes are forked from: installed packages only, its sys.path is another.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "lightning.pytorch", "torchmetrics"]
 FEATURES, HIDDEN, TARGETS = 16, 32, 16
+NAN = math.nan
+#: Of recovery, each with an optimizer that leads to it.
+MODES = {"exact": "adamw", "fast": "adamw-fused"}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
@@ -61,6 +66,14 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class TwoBlocks(Net):
+    """All linear layers but the head can be FP8."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
 def make_data(samples: int = 512, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, FEATURES, generator=generator)
@@ -102,6 +115,19 @@ def fit(
         warnings.simplefilter("ignore")
         trainer.fit(model, loader if loader is not None else make_loader(), ckpt_path=ckpt_path)
     return model, trainer
+
+
+def recovery(**settings: Any) -> SkipBatchRecovery:
+    """One that learns quickly what is normal."""
+    return SkipBatchRecovery(**{"window": 32, "warmup": 8, "snapshot_every": 10, **settings})
+
+
+def rejected(callback: SkipBatchRecovery) -> list[dict[str, Any]]:
+    return [event for event in callback.events.recent if event["event"] == "rejected"]
+
+
+def fp16(**settings: Any) -> pl.plugins.MixedPrecision:
+    return pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings))
 
 
 @torch.no_grad()

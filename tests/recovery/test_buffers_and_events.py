@@ -42,6 +42,18 @@ def state(module: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+def test_what_the_first_forward_sets_from_its_data_without_counting_is_put_back(on_device):
+    module = Counting()
+    buffers = MovedBuffers(module)
+    buffers.remember()
+    module.table.data.fill_(math.nan)
+    buffers.restore(torch.tensor(True) if on_device else None)
+    assert (module.table == 1).all()
+    buffers.remember()
+    assert buffers._kept[module, "table"]._version == 1, "it is taken for one that does not move"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
 def test_what_forward_moved_is_put_back(on_device, steps_before):
     torch.manual_seed(0)
@@ -132,8 +144,65 @@ def test_buffers_that_never_move_are_copied_once_only():
     for _ in range(3):
         buffers.remember()
         module(torch.randn(8, 4))
-    kept = [id(owner._buffers[name]) for owner, name in buffers._kept]
-    assert id(module[2].table) not in kept and id(module[1].running_mean) in kept and id(module[2].seen) in kept
+        buffers.restore(torch.tensor(False))
+    kept = {name: copy for (_, name), copy in buffers._kept.items()}
+    assert [kept[name]._version for name in ("table", "seen", "running_mean")] == [1, 3, 3]
+
+
+class Late(nn.Module):
+    """Its buffers move from the fourth forward on, in place or replaced, twice over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("codes", torch.ones(3))
+        self.register_buffer("average", torch.ones(3))
+        self.register_buffer("cache", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 3:
+            self.codes *= 2
+            for _ in range(2):  # The second may lie where the first buffer was.
+                self.average = self.average * 2
+            self.cache = None
+        return x
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("outside", [None, "loaded", "moved"])
+def test_what_first_moves_in_a_later_step_is_put_back(on_device, outside):
+    module = Late()
+    buffers = MovedBuffers(module)
+    for _ in range(3):
+        buffers.remember()
+        module(torch.ones(1))
+        if on_device:
+            buffers.restore(torch.tensor(False))
+    if outside == "loaded":
+        module.load_state_dict({name: torch.full((3,), 5.0) for name in module.state_dict()})
+    elif outside == "moved":
+        module.to(torch.float64)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for _ in range(2):
+        buffers.remember()
+        module(torch.ones(1))
+        buffers.restore(torch.tensor(True) if on_device else None)
+        if on_device:  # What is gone cannot be chosen there.
+            before.pop("cache", None)
+        assert state(module) and all(torch.equal(getattr(module, name), value) for name, value in before.items())
+        assert module.codes.dtype == before["codes"].dtype
+
+
+def test_a_buffer_that_users_take_away_does_not_come_back():
+    module = Late()
+    buffers = MovedBuffers(module)
+    buffers.remember()
+    module(torch.ones(1))
+    module.cache = None
+    buffers.remember()
+    buffers.restore()
+    assert module.cache is None
 
 
 def test_events_are_json_lines_and_survive_a_cut(tmp_path):

@@ -38,6 +38,11 @@ def equal_on_all(ranks, name) -> bool:
     return all(torch.equal(one[key], two[key]) for key in one)
 
 
+def without_samples(events) -> list[dict]:
+    """Those are looked up on rank 0 only."""
+    return [{key: value for key, value in event.items() if key != "samples"} for event in events]
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_fault_on_rank_one(name, ranks):
     check_on_rank_one(name, ranks)
@@ -60,7 +65,7 @@ def check_on_rank_one(name, ranks):
     assert equal_on_all(ranks, f"{name}/True"), "the ranks stay bitwise equal"
     first = with_recovery.events[0]
     assert first["ranks"] == ([1] if scenario.ranks else [])
-    assert ranks[1][f"{name}/True"].events == with_recovery.events, "all ranks decide alike"
+    assert ranks[1][f"{name}/True"].events == without_samples(with_recovery.events), "all ranks decide alike"
 
 
 @pytest.mark.gpu
@@ -75,7 +80,7 @@ def test_fault_on_rank_one_over_nccl(name, made_once):
     first = result.events[0]
     assert (first["verdict"], first["layer"], first["role"]) == SCENARIOS[name].verdict
     assert first["ranks"] == ([1] if SCENARIOS[name].ranks else [])
-    assert ranks[1][f"{name}/True"].events == result.events, "all ranks decide alike"
+    assert ranks[1][f"{name}/True"].events == without_samples(result.events), "all ranks decide alike"
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -11,8 +11,10 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_fp8 import convert_model, step
+from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.recovery.guard import StepGuard
 from lightning_fp8.recovery.spikes import Thresholds
+from lightning_fp8.telemetry import Telemetry
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
@@ -60,7 +62,7 @@ def make_batches(count: int) -> list[torch.Tensor]:
 
 def everything(model: nn.Module, optimizer) -> dict:
     fp8 = model.__dict__.get("_lightning_fp8")
-    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), fp8.runtime.state_dict() if fp8 else None])
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), fp8.runtime.live_state() if fp8 else None])
 
 
 def equal(one, other) -> bool:
@@ -226,6 +228,46 @@ def test_where_forward_went_wrong_outside_fp8_no_layer_is_blamed():
     assert finding.layers == () and finding.culprits[0].where == "loss"
 
 
+BATCHES = {
+    "coo": torch.Tensor.to_sparse,
+    # Two values at the same place.
+    "uncoalesced": lambda x: torch.sparse_coo_tensor([[0, 0], [1, 1]], x[0, :2], (3, 3)),
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 2)),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:3], x[:0]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:3]], layout=torch.jagged),
+    "e4m3": lambda x: x.to(torch.float8_e4m3fn),
+    "e5m2": lambda x: x.to(torch.float8_e5m2),
+    "e8m0": lambda x: x.abs().to(torch.float8_e8m0fnu),
+    "empty": lambda x: x[:0].to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("value", [1.0, math.nan, -math.inf])
+def test_a_batch_of_any_layout_and_type_is_told_where_it_was_bad(kind, value):
+    model = make_model(False)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, [optimizer])
+    (batch,) = make_batches(1)
+    batch[0, 0] = value
+    guard.begin()
+    guard.observe_batch({"x": BATCHES[kind](batch)})
+    guard.observe(model(batch).square().mean())
+    guard.decide(optimizer)
+    (outcome,) = guard.outcomes()
+    if math.isfinite(value):
+        assert outcome.finding is None
+    elif kind == "empty" or (kind == "e4m3" and math.isinf(value)):  # E4M3 has no Inf.
+        assert outcome.finding.culprits[0].where == "loss"
+    else:
+        first = outcome.finding.culprits[0]
+        assert first.where == "batch" and math.isnan(first.value) == (math.isnan(value) or kind == "e8m0")
+
+
 def test_an_amax_jump_is_rejected_and_named():
     model = make_model(True)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -245,6 +287,15 @@ def test_names_of_nested_conversions_are_the_models_own():
     assert guard.fp8.names == ["a.0", "b"]
     guard.fp8.set_enabled(["b"], False)
     assert outer["b"].fp8.enabled is False and inner[0].fp8.enabled is True
+
+
+def test_names_in_compiled_modules_are_those_that_patterns_match():
+    inner = convert_model(nn.Sequential(nn.Linear(16, 16)), "delayed")
+    outer = nn.ModuleDict({"a": torch.compile(inner)})
+    guard = StepGuard(outer, [torch.optim.SGD(outer.parameters(), 1e-2)])
+    assert guard.fp8.names == Telemetry(outer).names == ["a.0"]
+    guard.fp8.set_enabled(["a.0"], False)
+    assert inner[0].fp8.enabled is False
 
 
 def test_reject_gives_nan_on_every_path():
@@ -341,6 +392,17 @@ def test_bad_weights_are_named():
     assert math.isnan(guard.bad_weights()[0].value)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("known", [False, True])
+def test_weights_that_the_first_forward_makes_are_not_bad(known):
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4), *([nn.Linear(4, 4)] if known else []))
+    guard = StepGuard(model, [torch.optim.SGD(model.parameters(), 1e-2)])
+    assert guard.bad_weights() == []
+    if known:
+        nn.init.constant_(model[2].bias, math.inf)
+        assert [culprit.where for culprit in guard.bad_weights()] == ["2.bias"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_parameters_of_other_dtypes_are_judged_too(dtype):
     class Mixed(nn.Module):
@@ -401,6 +463,20 @@ def test_under_a_grad_scaler(fused):
     assert [finding is not None for finding in findings] == [False, False, False, True, False]
     assert findings[3].culprits[0].where == "loss" and not findings[3].overflow and scaler.get_scale() == 8.0
     assert findings[3].loss < 5e3, "the loss is told unscaled"
+
+
+def test_observing_a_loss_does_not_move_its_factor():
+    model = make_model(False)
+    optimizer, scaler = OPTIMIZERS["adamw"](model.parameters()), LossScaler("dynamic")
+    guard = StepGuard(model, [optimizer], scaler=scaler)
+    scaler.scale(model(make_batches(1)[0]).sum() * math.inf).backward()
+    scaler.step(optimizer)  # An overflow: the next loss will get half the factor.
+    guard.begin()
+    for expected in (65536.0, 32768.0):
+        guard.observe(torch.tensor(expected))
+        losses = [float(loss / factor) for loss, factor in guard._losses]
+        scaler.scale(torch.ones(()))
+    assert losses == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer_models import Net, assert_same, body, dataset, differs
 
 from lightning_fp8 import DelayedScaling, LayerSelection
+from lightning_fp8.backends import NativeBackend, Support
 from lightning_fp8.fabric import FP8Precision
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.statistics import SCALE
@@ -52,6 +53,23 @@ def train(fabric: Fabric, model: Any, optimizer: Any, data: Any, clip: float | N
 
 def scales(precision: FP8Precision, index: int = 0) -> Tensor:
     return precision.conversions[index].runtime.table.data[..., SCALE].clone()
+
+
+class NativeOnGPUs(NativeBackend):
+    """A backend that has kernels on GPUs alone."""
+
+    def support(self, recipe: Any, device: torch.device) -> Support:
+        return Support("native" if device.type == "cuda" else "emulated", f"on {device.type}")
+
+
+def test_layers_are_decided_on_for_the_device_that_they_will_run_on() -> None:
+    """Fabric moves a module after it has been converted."""
+    for device, kind in (("cuda", "native"), ("cpu", "emulated")):
+        fabric, precision = make(backend=NativeOnGPUs(), device=device, layers=LayerSelection())
+        model = fabric.setup(classifier())
+        assert isinstance(model.module[0][0], Float8Linear)
+        (conversion,) = precision.conversions
+        assert (conversion.device.type, conversion.support.kind) == (device, kind)
 
 
 @pytest.mark.parametrize("word", ["bf16-mixed", "bf16-true", "16-mixed"])
@@ -151,7 +169,7 @@ def test_forward_methods_on_one_device_want_autocast_around_them(word: Any) -> N
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        moved.append(precision.conversions[0].runtime.scaling.position.unique().tolist())
+        moved.append(precision.conversions[0].runtime.scaling.history.position.unique().tolist())
     assert moved == [[0], [2]]  # As docs/precision.md says.
 
 

@@ -118,13 +118,13 @@ def test_fit_again_with_the_same_settings_changes_nothing() -> None:
     model = Net()
     first = fit(model)
     conversion, layer = first.precision_plugin.conversions[0], model.body[0].fp8
-    history = conversion.runtime.state_dict()
+    history = conversion.state_dict()["runtime"]
     trainer = make_trainer(plugin(), max_epochs=1)
     seen: list[dict[str, Any]] = []
 
     class Look(pl.Callback):
         def on_train_start(self, trainer: Any, *args: Any) -> None:
-            seen.append(trainer.precision_plugin.conversions[0].runtime.state_dict())
+            seen.append(trainer.precision_plugin.conversions[0].state_dict()["runtime"])
 
     trainer.callbacks.append(Look())
     trainer.fit(model, loader())

@@ -80,6 +80,15 @@ def test_a_pattern_that_matches_nothing(precision: Any, pattern: dict[str, Any])
     assert untouched(model, state)
 
 
+def test_blocks_that_are_not_there_leave_the_dtype() -> None:
+    model = Net()
+    model.body = nn.Linear(16, 16)  # type: ignore[assignment]
+    state = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(ValueError, match="the model has no blocks"):
+        fit(model, plugin(precision="bf16-true", layers=LayerSelection(keep_first_blocks=1)))
+    assert untouched(model, state)
+
+
 def test_a_refused_conversion_leaves_the_old_one_at_work() -> None:
     model = Net()
     first = fit(model)

@@ -165,6 +165,18 @@ def test_a_forward_shows_rows_of_each_layer_and_causal_attention() -> None:
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
+def test_a_layer_that_is_called_by_keyword_shows_its_rows() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(input=x)
+
+    assert observe(Keyword(), torch.zeros(3, 4, 16)).rows == {"fc": 12}
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_layers_figures_are_those_that_decide(eager: bool, table: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["advise", *GPT_WORDS, "--table", table, "--tokens", "512", "--json"]

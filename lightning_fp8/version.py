@@ -1,0 +1,3 @@
+"""The version, where whoever builds the package reads it without importing torch."""
+
+__version__ = "0.1.0"
