@@ -71,7 +71,6 @@ _STRUCTURE = (
     "Expected a <class 'NoneType'>",
     "Expected <class 'NoneType'>",
     "Expected a path but",  # Other readings of a class path that jsonargparse tried.
-    "Expected a dot import path",
     "Subclass types expect one of:",  # And the forms in which a class may be given.
     "a class path (str)",
     "a dict with class_path entry",
@@ -90,9 +89,11 @@ def _reasons(texts: list[str]) -> str:
     """Each reason once, the unfitting types as one list, and a short value at the end."""
     expected: dict[str, None] = {}
     reasons: dict[str, None] = {}
-    value = ""
+    value = short_name = ""
     for text in texts:
-        if text.startswith("Given value: "):
+        if match := re.fullmatch(r"Expected a dot import path(?: string: (\w+))?.*", text):
+            short_name = match[1] or short_name  # What else it says is another reading of a class path.
+        elif text.startswith("Given value: "):
             nested = re.fullmatch(r"NestedArg\(key='(.+)', val='?(.*?)'?\)", text[len("Given value: ") :])
             value = f"{nested[1]}={nested[2]}" if nested else text[len("Given value: ") :]
         elif match := re.fullmatch(r"(?:Expected|Not a valid subclass of) (?:a )?(.+?)(?:\. Got value: (.*))?", text):
@@ -101,7 +102,11 @@ def _reasons(texts: list[str]) -> str:
         else:
             reasons[text.removesuffix(":")] = None
     # A union offers the class to each of its types: that it is none of the others matters where nothing else is wrong.
-    own = [reason for reason in reasons if not reason.startswith("Import path")] or list(reasons)
+    own = [reason for reason in reasons if not reason.startswith("Import path")]
+    if reasons and not own:
+        # A class inside the right one, by a name that jsonargparse looks for only where its settings fit.
+        hint = f"{short_name} does not fit, or its settings do not: its full path (package.{short_name}) tells which"
+        own = [hint] if short_name else list(reasons)
     problem = "; ".join(own) or f"expected {' or '.join(expected) or 'the name of an importable class'}"
     short = value and not value.startswith(("[", "{", "Namespace"))
     return problem + (f", got {value}" if short else "")

@@ -18,7 +18,7 @@ from lightning_fp8.checks import check_flag, check_number
 from lightning_fp8.convert import all_or_nothing
 from lightning_fp8.host_copy import on_cpu
 from lightning_fp8.recipes import Recipe, get_recipe
-from lightning_fp8.selection import Decision, LayerSelection, Looks, linear_layers
+from lightning_fp8.selection import Decision, LayerSelection, Looks, linear_layers, matrix_modules
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Chosen, choose_layers, choose_saved
 
@@ -233,6 +233,8 @@ def convert_model(
         if not names:
             first = verdict.decisions[:5]
             reasons = "; ".join(f"{d.name or '(root)'}: {d.reason}" for d in first) or "it has no nn.Linear"
+            if others := matrix_modules(model):
+                reasons += f"; {', '.join(others)} has a matrix of weights and is no nn.Linear: make it one"
             warnings.warn(f"No layer of {type(model).__name__} runs in FP8 ({reasons}).", stacklevel=2)
         runtime = choice.backend.convert(model, names, recipe, autocast_only)
         looks = {name: Looks.of(layer, recipe) for name, layer in linear_layers(model).items()}

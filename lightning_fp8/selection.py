@@ -187,6 +187,15 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {clean_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
+def matrix_modules(model: nn.Module) -> list[str]:
+    """Names of the classes in ``model`` that might multiply as ``nn.Linear`` does and are none, as some libraries'."""
+    tables = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
+    weights = {type(m).__name__: m._parameters.get("weight") for m in model.modules() if not isinstance(m, tables)}
+    return [
+        name for name, weight in weights.items() if weight is not None and not is_lazy(weight) and weight.dim() == 2
+    ]
+
+
 def in_compiled(model: nn.Module) -> set[nn.Module]:
     """The modules that lie in one which ``torch.compile`` compiles, or will at its first call."""
     return {inner for module in model.modules() if _is_compiled(module) for inner in module.modules()}

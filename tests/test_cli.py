@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from examples.gpt.data import TextData
 from examples.gpt.model import GPT
-from lightning_fp8 import DelayedScaling, FP8Precision, RowwiseScaling
+from lightning_fp8 import AmaxMonitor, DelayedScaling, FP8Precision, MXFP8Scaling, RowwiseScaling
 from lightning_fp8.cli import FP8CLI, main
 from lightning_fp8.cli_errors import one_line
 
@@ -124,6 +124,14 @@ def test_recipe_by_class_path_in_yaml(config: str, tmp_path: Path):
     assert len(cli.trainer.precision_plugin.conversions[0].converted) == 3
 
 
+def test_recipes_to_compare_with_are_given_by_name_or_with_settings(config: str):
+    what_if = "[mxfp8, {name: delayed, margin: 1}]"
+    monitor = f"{{class_path: AmaxMonitor, init_args: {{statistics_every_n_steps: 2, what_if: {what_if}}}}}"
+    cli = FP8CLI(["fit", "--config", config, f"--trainer.callbacks={monitor}"])
+    (found,) = [c for c in cli.trainer.callbacks if isinstance(c, AmaxMonitor)]
+    assert found.what_if == [MXFP8Scaling(), DelayedScaling(margin=1)]
+
+
 def test_without_fp8_nothing_is_said_about_it(config: str, capsys: pytest.CaptureFixture[str]):
     arguments = ["--trainer.plugins=null", "--trainer.precision=bf16-mixed"]
     assert main(["fit", "--config", config, *arguments]) == 0
@@ -162,6 +170,8 @@ MISTAKES = {
     "--trainer.plugins.recipe={class_path: lightning_fp8.DelayedScaling, init_args: {amax_history_len: 0}}": (
         "amax_history_len must be at least 1"
     ),
+    "--trainer.plugins={class_path: FP8Precision, init_args: {recipe: {class_path: DelayedScaling, init_args: "
+    "{amax_history_len: x}}}}": "its full path (package.DelayedScaling) tells which",
     "--trainer.precision=bf16-mixed": "precision",
     "--nonsense=1": "unrecognized arguments: --nonsense=1",
     "--config=nothing.yaml": "nothing.yaml",
@@ -193,6 +203,10 @@ def test_a_mistake_gives_one_line(argument: str, config: str, capsys: pytest.Cap
         (
             "lightning_fp8.SkipBatchRecovery, init_args: {skips: -1}",
             "skips must be at least 0, got -1.",
+        ),
+        (
+            "lightning_fp8.SkipBatchRecovery, init_args: {skip_batches: [1, 2]}",
+            "skip_batches='[1, 2]' is neither a list of pairs (epoch, batch index) nor an event log that is there.",
         ),
         (
             "lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_top_k: -3}",

@@ -68,7 +68,7 @@ class AmaxMonitor(LayerCallback):
         *,
         layers: Sequence[str] | str | None = None,
         statistics_every_n_steps: int | None = None,
-        what_if: Sequence[Recipe | str] = (),
+        what_if: Sequence[Recipe | dict[str, Any] | str] = (),
         sample_rows: int | None = 4096,
         start_step: int = 0,
         end_step: int | None = None,

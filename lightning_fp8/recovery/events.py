@@ -108,7 +108,14 @@ def batches_to_leave_out(given: Iterable[tuple[int, int]] | str | os.PathLike[st
         FileNotFoundError: there is no such log.
     """
     if isinstance(given, (str, os.PathLike)):
-        return rejected_batches(read_events(given))
+        try:
+            return rejected_batches(read_events(given))
+        except FileNotFoundError as error:
+            # From a YAML file a list of something else comes as text.
+            raise FileNotFoundError(
+                f"skip_batches={str(given)!r} is neither a list of pairs (epoch, batch index) nor an event log that is "
+                "there."
+            ) from error
     if not isinstance(given, Iterable):
         raise TypeError(
             f"skip_batches must be a list of pairs (epoch, batch index) or an event log's path, got {given!r}."

@@ -290,6 +290,16 @@ def test_summary_tells_what_runs_how_and_why_not() -> None:
     assert "subclass" in rows["4.out_proj"] and "head" in rows["5"]
 
 
+def test_what_might_be_a_linear_layer_is_named_where_there_is_none() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(64, 64))
+
+    with pytest.warns(UserWarning, match="it has no nn.Linear; Conv1D has a matrix of weights and is no nn.Linear"):
+        convert_model(nn.Sequential(nn.Embedding(8, 64), Conv1D(), nn.LayerNorm(64)))
+
+
 def test_a_model_without_fp8_layers_is_warned_of() -> None:
     for model, reason in [(nn.LayerNorm(8), "it has no nn.Linear"), (nn.Linear(3, 5), "3 -> 5 are not multiples")]:
         with pytest.warns(UserWarning, match=f"No layer of {type(model).__name__} runs in FP8.*{reason}"):
