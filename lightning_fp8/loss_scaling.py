@@ -10,13 +10,14 @@ from numbers import Real
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fp8.clipping import are_mixed, local_parts
 from lightning_fp8.formats import MAX_SCALE, MIN_SCALE
 from lightning_fp8.optimizers import gradients_of, parameters_of
-from lightning_fp8.ranks import local_values
+from lightning_fp8.ranks import local_values, world_size
 
 LossScale = Literal["dynamic"] | float
 
@@ -47,8 +48,8 @@ class LossScaler:
         self.loss_scale: LossScale = loss_scale
         self._scaler: torch.amp.GradScaler | None = None
         self._loaded: dict[str, Any] | None = None
-        self._unscaled: set[Optimizer] = set()
-        self._used = False
+        # In the order of unscaling, which is the same on every rank, as are those in it: they talk about them.
+        self._unscaled: list[Optimizer] = []
 
     def check(self, optimizer: Optimizer) -> None:
         """Look at what ``optimizer`` steps, before training.
@@ -77,22 +78,29 @@ class LossScaler:
         """
         if optimizer in self._unscaled:
             return
-        self._unscaled.add(optimizer)
+        self._unscaled.append(optimizer)
+        gradients = gradients_of(optimizer)
+        if not gradients:
+            return
         if self._scaler is not None:
-            self._used = True
             self._scaler.unscale_(optimizer)
         elif self.loss_scale != "dynamic":
-            gradients = gradients_of(optimizer)
-            if gradients:
-                torch._foreach_mul_(local_parts(gradients), 1.0 / self.loss_scale)
+            torch._foreach_mul_(local_parts(gradients), 1.0 / self.loss_scale)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step ``optimizer``, with its gradients unscaled."""
         self.unscale_(optimizer)
-        self._unscaled.discard(optimizer)
-        if self._scaler is None:
+        self._unscaled.remove(optimizer)
+        # Without gradients GradScaler would miss its look at them, and there is nothing to step.
+        if self._scaler is None or not gradients_of(optimizer):
             return optimizer.step(**kwargs)
         return self._scaler.step(optimizer, **kwargs)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Let a dynamic factor be: a step of ``optimizer`` is left out on purpose, its gradients are dropped by now."""
+        # What was found before, in a step that was taken, still counts.
+        if self._scaler is not None and optimizer in self._unscaled:
+            self._scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def begin(self) -> None:
         """Training begins: gradients of an interrupted run are none of its own."""
@@ -134,19 +142,24 @@ class LossScaler:
 
         Several optimizers may step from one backward, and all their gradients carry the factor that it had then.
         """
-        if self._scaler is not None and self._used and not self._unscaled:
+        # GradScaler refuses to move where it has looked at no gradients since it last did.
+        if self._scaler is not None and self._scaler._per_optimizer_states and not self._unscaled:
             self._scaler.update()
-            self._used = False
 
     def _forget_dropped_gradients(self) -> None:
         """Of steps that were skipped or interrupted between unscaling and stepping.
 
         Gradients that were set to zero, not to None, are read on the host: only where backward runs between the two.
+        Ranks ask together, for of a sharded gradient one of them may hold zeros only, or nothing.
         """
-        for optimizer in list(self._unscaled):
-            gradients = gradients_of(optimizer)
-            if not any(local_values(gradient).any() for gradient in gradients):
-                self._unscaled.discard(optimizer)
+        if not self._unscaled:
+            return
+        device = parameters_of(self._unscaled[0])[0].device
+        held = [any(local_values(g).any() for g in gradients_of(optimizer)) for optimizer in self._unscaled]
+        flags = torch.tensor(held, dtype=torch.float32, device=device)
+        if world_size() > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        self._unscaled = [o for o, flag in zip(self._unscaled, flags.tolist(), strict=True) if flag]
 
     def _dynamic(self, device_type: str) -> torch.amp.GradScaler:
         # Made at the first loss: only then is the device known.

@@ -231,7 +231,9 @@ class TrainerPrecision:
         if self._manual_optimization and self.settings.loss_scaler is not None:
             # What users hold is Lightning's wrapper of the optimizer that steps.
             self.settings.loss_scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
-        super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
+        # torch clips no empty list by value: training_step gave its batch up.
+        if gradients_of(optimizer):
+            super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of all gradients, also of tensor-parallel parameters beside whole ones."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -21,6 +22,16 @@ def local_values(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         return tensor.coalesce().values()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every module of ``model`` hold its own parameters, which FSDP2 steps and saves: this rank's shards.
+
+    After a forward without a backward the root holds what it gathered, copies that are gone with the next gathering.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def all_gather(messages: Tensor, message: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:

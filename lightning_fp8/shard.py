@@ -49,7 +49,7 @@ def shard(
     activation_checkpointing: bool = False,
     compile: bool | Mapping[str, Any] = False,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     grad: Wire = "bf16",
     param: Wire = "bf16",
     min_numel: int | None = None,
@@ -80,7 +80,8 @@ def shard(
         compile: compile each block, as :func:`lightning_fp8.compile` does; a mapping holds ``nn.Module.compile``'s
             arguments, and ``recompute``.
         mp_policy: FSDP2's mixed precision; by default parameters are gathered in bf16, and gradients reduced in fp32.
-        reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward.
+        reshard_after_forward: as in ``fully_shard``: free a block's weights after its forward, or, where it is a number
+            of ranks that divides those that shard, let so many share them until backward.
         grad: ``"fp8"`` reduces gradients in FP8.
         param: ``"fp8"`` gathers the weights of FP8 layers in FP8.
         min_numel: collectives of fewer values go without FP8; by default what the link between the ranks makes worth.
@@ -107,6 +108,7 @@ def shard(
     compiler = _compiler_arguments(compile)
     data_mesh, tensor_mesh = _split_mesh(mesh)
     _check(module, mesh, tensor_mesh, tensor_parallel)
+    _check_resharding(reshard_after_forward, data_mesh, tensor_mesh)
     check_backend(backend)
     codec = BlockCodec(block=block)
     names = _block_names(module, blocks)
@@ -222,6 +224,28 @@ def _check(
             f"{tensor_mesh.size()} ranks of the mesh are tensor-parallel, and no styles say what they share: give "
             "tensor_parallel={...}, or let them share the data: "
             "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)."
+        )
+
+
+def _check_resharding(
+    reshard_after_forward: bool | int | None, data_mesh: DeviceMesh | None, tensor_mesh: DeviceMesh | None
+) -> None:
+    """Look at what ``fully_shard`` would refuse after the layers are converted.
+
+    Raises:
+        TypeError: it is neither true, false, a whole number nor ``None``.
+        ValueError: it is a number of ranks that cannot share a block's weights.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return
+    check_number(whole=True, none=True, least=1, reshard_after_forward=reshard_after_forward)
+    if reshard_after_forward is None or data_mesh is None:
+        return
+    ranks = data_mesh.shape[-1]
+    if ranks % reshard_after_forward or tensor_mesh is not None:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the {ranks} ranks that shard, without tensor "
+            "parallelism: give such a number, or true or false."
         )
 
 

@@ -34,6 +34,8 @@ class StandIn:
 
     def __init__(self, method: Callable[..., Any], call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, method)
+        # Lightning looks through one wrapper only for a method's own code, and FSDP2 puts another around this.
+        self.__code__ = getattr(method, "__code__", None)
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

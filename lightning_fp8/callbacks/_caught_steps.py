@@ -17,16 +17,18 @@ class CaughtSteps:
     """Surrounds a module's ``training_step`` while it is fitted.
 
     On one device a step that gave up returns None, and Lightning runs no backward. On several ranks the others are
-    about to reduce their gradients, so this rank joins them with a loss that is NaN on the path to every parameter.
-    Where it cannot, for the steps are the user's own or the model is sharded, an error names the rank.
+    about to reduce their gradients, so this rank joins them with a loss that is NaN on the path to every parameter
+    (zero, where no verdict would keep the NaN from the weights).
+    Where it cannot, for the steps are the user's own, the model is sharded or DDP's graph static, an error names the
+    rank.
 
     Args:
         trainer: whose strategy runs the steps.
         module: surrounded until ``release()``.
-        left_out: told of each step that gave up, with the reason.
+        left_out: told of each step that gave up, with the reason; whether the step will be judged.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, left_out: Callable[[str], None]) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, left_out: Callable[[str], bool]) -> None:
         self.trainer, self.module, self.left_out = trainer, module, left_out
         self.release = surround(module, "training_step", self._around)
 
@@ -35,16 +37,14 @@ class CaughtSteps:
             try:
                 output = step(*args, **kwargs)
             except SkipBatchException as exception:
-                self.left_out(str(exception) or "SkipBatchException")
-                return self._nothing()
+                return self._nothing(self.left_out(str(exception) or "SkipBatchException"))
             if output is None and self.module.automatic_optimization and self.trainer.world_size > 1:
-                self.left_out("training_step returned None")
-                return self._nothing()
+                return self._nothing(self.left_out("training_step returned None"))
             return output
 
         return training_step
 
-    def _nothing(self) -> Tensor | None:
+    def _nothing(self, judged: bool) -> Tensor | None:
         if self.trainer.world_size == 1:
             return None
         if not self.module.automatic_optimization:
@@ -59,4 +59,11 @@ class CaughtSteps:
                 f"training_step gave up its batch on rank {self.trainer.global_rank}, while the others wait for its "
                 "part of the sharded model: return recovery.reject(loss) instead, which keeps this rank in step."
             )
-        return torch.stack([parameter.reshape(-1)[0].float() for parameter in parameters]).sum() * float("nan")
+        if getattr(self.trainer.strategy.model, "static_graph", False):
+            raise RuntimeError(
+                f"training_step gave up its batch on rank {self.trainer.global_rank}, while static_graph=True has the "
+                "others wait for the gradients of the same graph as always: return recovery.reject(loss) instead, "
+                "which keeps it, or leave static_graph=False."
+            )
+        nothing = torch.stack([parameter.reshape(-1)[0].float() for parameter in parameters]).sum()
+        return nothing * (float("nan") if judged else 0.0)

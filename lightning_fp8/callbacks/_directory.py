@@ -33,7 +33,7 @@ def default_path(trainer: pl.Trainer, name: str) -> Path | str | None:
 
 def check_writable(
     trainer: pl.Trainer,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     remedy: str,
     why_not: Callable[[str | os.PathLike[str]], str | None] = why_not_writable,
 ) -> None:
@@ -41,13 +41,15 @@ def check_writable(
 
     Args:
         trainer: whose rank 0 looks; it tells the others.
-        path: of the file, whose directory need not be there yet.
+        path: of the file, whose directory need not be there yet; that of rank 0 counts, and None is no file.
         remedy: what to do about it.
         why_not: what rank 0 looks by, one of :mod:`lightning_fp8.files`.
 
     Raises:
         MisconfigurationException: with the reason and ``remedy``.
     """
-    hindrance = trainer.strategy.broadcast(why_not(path) if trainer.is_global_zero else None)
-    if hindrance is not None:
-        raise MisconfigurationException(f"{path} cannot be written: {hindrance}. {remedy}")
+    hindrance = why_not(path) if trainer.is_global_zero and path is not None else None
+    message = f"{path} cannot be written: {hindrance}. {remedy}" if hindrance is not None else None
+    message = trainer.strategy.broadcast(message)
+    if message is not None:
+        raise MisconfigurationException(message)

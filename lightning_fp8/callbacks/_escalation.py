@@ -140,6 +140,8 @@ class Escalation:
     def go_back_before_a_save(self) -> bool:
         """Doubtful weights are about to be saved; False where there is no good state to save instead."""
         if self.rewind("before a save"):
+            # Bad steps that nobody has acted on are answered now: later it would undo steps on the good state.
+            self.act(self.guard.outcomes())
             return True
         self.events.add("saved_in_doubt", step=self.trainer.global_step)
         return False
@@ -178,9 +180,8 @@ class Escalation:
         )
         # Whoever resumes from the last good state has other data, and begins without these.
         self.write_skipped(self.guard.outcomes())
-        if self.rewind():
-            path = os.path.join(run_directory(self.trainer), LAST_GOOD_NAME)
-            self.trainer.save_checkpoint(path)
+        path = os.path.join(run_directory(self.trainer), LAST_GOOD_NAME)
+        if self.rewind() and self._save_good(path):
             message += f"The last good state is in {path}: resume from it"
         else:
             message += "Resume from an earlier checkpoint"
@@ -188,6 +189,12 @@ class Escalation:
         message += f" with {', '.join(ways)}, or {last}."
         self.events.add("stop", step=self.trainer.global_step, message=message)
         raise RecoveryExhausted(message)
+
+    def _save_good(self, path: str) -> bool:
+        """Whether what was saved is the good state: a save asks for it once more."""
+        doubts = self.events.counts["saved_in_doubt"]
+        self.trainer.save_checkpoint(path)
+        return self.events.counts["saved_in_doubt"] == doubts
 
     def _other_ways(self, finding: Finding) -> list[str]:
         """What the run that goes on may do differently."""

@@ -14,7 +14,7 @@ class HeldSchedules:
     """Schedules as they were before a step that is skipped.
 
     Lightning steps them after every batch, whatever became of it. So their state is kept, and put back once they were
-    stepped: after the batch, and those that follow a metric before the next.
+    stepped: after the batch, and those that follow a metric after the validation that may come next.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class HeldSchedules:
         """Put back those that Lightning has stepped by now."""
         self._put_back(plateau=False)
 
-    def before_batch(self) -> None:
-        """Put back the others, and let go."""
+    def after_validation(self) -> None:
+        """Put back the others, and let go: the next batch begins, or the epoch ends."""
         self._put_back(plateau=True)
         self.drop()
 

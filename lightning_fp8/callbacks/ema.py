@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_fp8.callbacks.recovery import SkipBatchRecovery
 
@@ -23,8 +24,8 @@ class EMAOfAcceptedSteps(EMAWeightAveraging):
         """Find the recovery whose verdicts count.
 
         Raises:
-            MisconfigurationException: there is none among the Trainer's callbacks, or the Trainer is that of
-                ``pytorch_lightning``, whose modules the callback of ``lightning`` does not take.
+            MisconfigurationException: there is none among the Trainer's callbacks, FSDP2 shards the model, or the
+                Trainer is that of ``pytorch_lightning``, whose modules the callback of ``lightning`` does not take.
         """
         if not isinstance(pl_module, pl.LightningModule):
             raise MisconfigurationException(
@@ -38,7 +39,16 @@ class EMAOfAcceptedSteps(EMAWeightAveraging):
                 "EMAOfAcceptedSteps needs a SkipBatchRecovery among the Trainer's callbacks; "
                 "without one use Lightning's EMAWeightAveraging."
             )
-        super().setup(trainer, pl_module, stage)
+        try:
+            super().setup(trainer, pl_module, stage)
+        except AssertionError as error:
+            # Lightning runs configure_model in there, and copies what it made.
+            if not any(isinstance(module, FSDPModule) for module in pl_module.modules()):
+                raise
+            raise MisconfigurationException(
+                "EMAOfAcceptedSteps averages a copy of the model, and modules that FSDP2 shards cannot be copied: use "
+                "DDPStrategy, or leave the average out."
+            ) from error
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse fast mode, in which a verdict comes too late.

@@ -8,12 +8,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fp8.recovery import faults
 from lightning_fp8.recovery.faults import Fault, InjectedFault
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.selection import clean_name
+
+#: Where faults are planted; all others as a batch begins.
+_HOOKS = {"loss": "before backward", "amax": "after backward"}
 
 __all__ = ["Fault", "FaultInjector", "InjectedFault"]
 
@@ -22,7 +26,8 @@ class FaultInjector(Callback):
     """Plants each fault at its step, the same in every run.
 
     In manual optimization a batch may take several steps: what is planted as a batch begins (all but ``loss`` and
-    ``amax``) then waits for the next batch, where none begins at its step.
+    ``amax``) then waits for the next batch, where none begins at its step. A warning as the fit ends tells of faults
+    whose step did not come.
 
     Args:
         faults: :class:`Fault` s, or mappings with their fields.
@@ -102,6 +107,14 @@ class FaultInjector(Callback):
     ) -> None:
         self._remove_hooks()
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        late = [fault for fault in self.faults if fault.step > self._last_step(_HOOKS.get(fault.kind, "batch start"))]
+        if late:
+            rank_zero_warn(
+                f"{len(late)} faults were not planted, for the fit ended before their step: "
+                f"{', '.join(f'{fault.kind} at step {fault.step}' for fault in late)}."
+            )
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._remove_hooks()
 
@@ -112,6 +125,10 @@ class FaultInjector(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _last_step(self, hook: str) -> int:
+        """The last step at which ``hook`` was called; -1: it never was."""
+        return self._spans.get(hook, (-1, -1))[1]
 
     def _due(self, trainer: pl.Trainer, hook: str) -> list[Fault]:
         """The faults of this step, and of those that have gone by since the hook was last called."""

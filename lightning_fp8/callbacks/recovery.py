@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.amp import GradScaler
@@ -29,15 +30,18 @@ from lightning_fp8.callbacks._intervals import passes_multiple
 from lightning_fp8.callbacks._logged_metrics import LoggedMetrics
 from lightning_fp8.callbacks._loops import accumulates, fits, runs_forward_only
 from lightning_fp8.callbacks._loss_factor import loss_scaler
+from lightning_fp8.callbacks._surrounded import surround
 from lightning_fp8.checks import check_flag, check_number, check_path
 from lightning_fp8.files import located, why_not_begun
 from lightning_fp8.loss_scaling import LossScaler
+from lightning_fp8.ranks import world_size
 from lightning_fp8.recovery.errors import RecoveryExhausted, SkipBatchException
 from lightning_fp8.recovery.events import EventLog, batches_to_leave_out
 from lightning_fp8.recovery.guard import Mode, Outcome, StepGuard, check_mode
 from lightning_fp8.recovery.ladder import Ladder, LadderSettings
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.spikes import Thresholds
+from lightning_fp8.recovery.unjudged import UnjudgedSteps
 
 __all__ = ["RecoveryExhausted", "SkipBatchException", "SkipBatchRecovery"]
 
@@ -131,6 +135,7 @@ class SkipBatchRecovery(Callback):
         self._batches: list[int] = []
         self._step = 0
         self._decided = False
+        self._unjudged: UnjudgedSteps | None = None
         self._schedules = HeldSchedules()
         self._loaded: dict[str, Any] | None = None
         self._batch: Any = None
@@ -140,16 +145,26 @@ class SkipBatchRecovery(Callback):
         self._releases: list[Callable[[], None]] = []
         self._ended = False
         self._escalation: Escalation | None = None
+        self._set_aside: Callable[[], bool] | None = None
 
     # For the user's training_step
 
     def reject(self, loss: Tensor) -> Tensor:
-        """Return this from ``training_step`` instead of ``loss`` to leave the batch out, on any subset of ranks."""
-        return self._running().reject(loss)
+        """Return this from ``training_step`` instead of ``loss`` to leave the batch out, on any subset of ranks.
+
+        While Lightning's finders try learning rates or batch sizes, nothing is judged: the batch then ends here on one
+        device, and on several has a loss of zero.
+        """
+        if not self._in_finder:
+            return self._running().reject(loss)
+        if world_size() == 1:
+            raise SkipBatchException("rejected")
+        return loss * 0.0
 
     def observe(self, loss: Tensor) -> None:
         """In manual optimization: tell of a loss whose backward does not go through ``manual_backward``."""
-        self._running().observe(loss)
+        if not self._in_finder:
+            self._running().observe(loss)
 
     def reject_where(self, flag: Tensor) -> None:
         """For monitors, in ``on_before_optimizer_step`` before this callback's: the step is bad where ``flag`` is True.
@@ -166,11 +181,16 @@ class SkipBatchRecovery(Callback):
 
     @property
     def accepted(self) -> bool | None:
-        """Whether the last optimizer step was taken; None where that is not known yet (fast mode).
+        """Whether the last optimizer step was taken; None where that is not known yet (fast mode), or not judged.
 
         In manual optimization, step schedulers and averages only where it is not False.
         """
-        return self._running().accepted
+        return None if self._in_finder else self._running().accepted
+
+    @property
+    def _in_finder(self) -> bool:
+        """Whether Lightning tries learning rates or batch sizes: it takes all callbacks out for that."""
+        return self._set_aside is not None and self._set_aside()
 
     def _running(self) -> StepGuard:
         if self.guard is None:
@@ -201,16 +221,19 @@ class SkipBatchRecovery(Callback):
                 "retry=True repeats training_step for one batch, which training_step(self, dataloader_iter) takes from "
                 "its iterator itself: take batch and batch_idx instead, or leave retry=False."
             )
-        path = default_path(trainer, LOG_NAME) if self.log_path == "auto" else self.log_path
-        if path is not None:
-            remedy = "Choose another path for the event log with log=, or log=None."
-            check_writable(trainer, path, remedy, why_not_begun)
+        default = default_path(trainer, LOG_NAME)
+        path = default if self.log_path == "auto" else self.log_path
+        remedy = "Choose another path for the event log with log=, or log=None."
+        check_writable(trainer, path, remedy, why_not_begun)
         self.events.path = located(path) if path is not None else None
         self.events.writes = trainer.is_global_zero
         self._releases = [
             CaughtSteps(trainer, pl_module, partial(self._leave_out, trainer)).release,
             guard_saves_of_weights_only(pl_module, self._make_good),
+            surround(pl_module, "configure_gradient_clipping", self._clip_unless_rejected),
         ]
+        # Not the Trainer itself, for a module that knows this callback may be copied.
+        self._set_aside = lambda: self not in trainer.callbacks  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaler = loss_scaler(trainer)
@@ -228,17 +251,14 @@ class SkipBatchRecovery(Callback):
         elif trainer.global_step == 0:
             self.events.clear()
         guard.fp8.set_enabled(self.ladder.fallen, False)
-        if self.snapshot_every is not None:
-            others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
-            others |= {"fp8": guard.fp8, "averages": Averages(trainer)}
-            others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
-            self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
-            # Weights that only the first batch will make are no state to go back to.
-            if not any(is_lazy(tensor) for tensor in chain(pl_module.parameters(), pl_module.buffers())):
-                self.snapshots.capture(trainer.global_step)
-                self.snapshots.promote()
+        self._unjudged = None if pl_module.automatic_optimization else UnjudgedSteps(trainer.optimizers)
+        self._begin_escalation(trainer, pl_module, guard)
+        # Weights that only the first batch will make are no state to go back to.
+        lazy = any(is_lazy(tensor) for tensor in chain(pl_module.parameters(), pl_module.buffers()))
+        if self.snapshots is not None and not lazy:
+            self.snapshots.capture(trainer.global_step)
+            self.snapshots.promote()
         self._step = trainer.global_step
-        self._escalation = Escalation(trainer, guard, self.ladder, self.snapshots, self._schedules, self.events)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # An epoch that somebody ended early left its last step open.
@@ -251,7 +271,7 @@ class SkipBatchRecovery(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         guard = self._running()
-        self._schedules.before_batch()
+        self._schedules.after_validation()
         if runs_forward_only(trainer):
             self._batches = []
             if self._escalation is not None:
@@ -277,11 +297,14 @@ class SkipBatchRecovery(Callback):
             self.snapshots.before_optimizer_step()
         if runs_forward_only(trainer):
             return
+        if guard.optimizers != trainer.optimizers:
+            self._follow_optimizers(trainer, pl_module, guard)
         context = {"epoch": trainer.current_epoch, "step": trainer.global_step, "batches": list(self._batches)}
         accepted = guard.decide(optimizer, **context)
         if accepted is False and self.retry:
             accepted = self._try_again(trainer, pl_module, optimizer, context)
         self._decided = True
+        self._end_unjudged()
         self._rejection = self._rejection | (guard.flag if accepted is None else not accepted)
         if accepted is False and self.hold_schedule is not False:
             self._schedules.hold(trainer)
@@ -296,6 +319,8 @@ class SkipBatchRecovery(Callback):
             self._metrics.restore(trainer, flag)
             self._undone = flag.long() if self._undone is None else self._undone + flag
         if not self._decided or escalation is None:
+            if self._unjudged is not None and self._unjudged.take():
+                self._stand_aside(self._unjudged)
             return
         self._metrics.restore(trainer, self._rejection)
         self._decided, self._rejection, self._batches = False, False, []
@@ -309,6 +334,8 @@ class SkipBatchRecovery(Callback):
                 self._take_snapshot(self.snapshots, self._step)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A checkpoint may be written next.
+        self._schedules.after_validation()
         undone, self._undone = int(self._undone) if self._undone is not None else 0, None
         if undone:
             reason = f"{undone} batches of an epoch without backward: given up, or with a loss that is not finite"
@@ -317,7 +344,7 @@ class SkipBatchRecovery(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for release in self._releases:
             release()
-        self._releases = []
+        self._releases, self._set_aside = [], None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         escalation = self._escalation
@@ -367,6 +394,42 @@ class SkipBatchRecovery(Callback):
         elif self.snapshots is not None:
             self._take_snapshot(self.snapshots, trainer.global_step)
 
+    def _begin_escalation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: StepGuard) -> None:
+        """With no good state yet."""
+        if self.snapshot_every is not None:
+            others: dict[str, Any] = {f"statistics.{i}": judge.statistics for i, judge in enumerate(guard.judges)}
+            others |= {"fp8": guard.fp8, "averages": Averages(trainer)}
+            others |= {f"scheduler.{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+            self.snapshots = Snapshots(pl_module, trainer.optimizers, others)
+        self._escalation = Escalation(trainer, guard, self.ladder, self.snapshots, self._schedules, self.events)
+
+    def _follow_optimizers(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: StepGuard) -> None:
+        """Others took their place in mid-run: the good state is theirs no more, and the next good step makes one."""
+        good = self.snapshots.good if self.snapshots is not None else None
+        guard.watch(trainer.optimizers)
+        self._begin_escalation(trainer, pl_module, guard)
+        if good is not None:
+            reason = "the optimizers were replaced"
+            self.events.add("good_state_dropped", step=trainer.global_step, good_step=good.label, reason=reason)
+
+    def _stand_aside(self, unjudged: UnjudgedSteps) -> None:
+        """An optimizer stepped unasked: nothing is kept for a verdict, nor a state from before all that it learnt."""
+        self._batches = []
+        if self.snapshots is not None:
+            self.snapshots.drop()
+        if not unjudged.told:
+            unjudged.told = True
+            rank_zero_warn(
+                "An optimizer steps past SkipBatchRecovery, which has judged no step: bad ones are neither skipped nor "
+                "undone. In manual optimization use self.optimizers(), whose steps are judged, without "
+                "use_pl_optimizer=False."
+            )
+
+    def _end_unjudged(self) -> None:
+        if self._unjudged is not None:
+            self._unjudged.release()
+            self._unjudged = None
+
     def _take_snapshot(self, snapshots: Snapshots, step: int) -> None:
         # The verdict on the candidate comes a step or two later: taking its place before then, where saves are as
         # frequent, none would ever become the good one.
@@ -378,7 +441,19 @@ class SkipBatchRecovery(Callback):
         escalation = self._escalation
         return escalation is not None and escalation.doubtful(alone=self._ended) and escalation.go_back_before_a_save()
 
-    def _leave_out(self, trainer: pl.Trainer, reason: str) -> None:
+    def _clip_unless_rejected(self, clip: Callable[..., None]) -> Callable[..., None]:
+        """Stands around the module's clipping: what was rejected on the host has no gradients left."""
+
+        def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
+            if self.accepted is not False:
+                clip(*args, **kwargs)
+
+        return configure_gradient_clipping
+
+    def _leave_out(self, trainer: pl.Trainer, reason: str) -> bool:
+        """``training_step`` gave its batch up; whether its step will be judged."""
+        if self._in_finder:
+            return False
         guard = self._running()
         if trainer.lightning_module.automatic_optimization:
             guard.reject_step()
@@ -388,6 +463,7 @@ class SkipBatchRecovery(Callback):
             self._decided = self._rejection = True
         batch = self._batches[-1] if self._batches else None
         self.events.add("left_out", step=trainer.global_step, epoch=trainer.current_epoch, reason=reason, batch=batch)
+        return True
 
     def _try_again(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, context: dict[str, Any]
@@ -425,6 +501,7 @@ class SkipBatchRecovery(Callback):
     def _close(self) -> None:
         if self.guard is not None:
             self.guard.close()
+        self._end_unjudged()
         self._metrics = LoggedMetrics()
         self._schedules.drop()
         self._batches, self._known, self._batch = [], [], None

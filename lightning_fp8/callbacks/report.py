@@ -111,9 +111,8 @@ class FP8Report(LayerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._default_path = default_path(trainer, PAGE_NAME) if self.path is None else None
-        if self._place is not None:
-            check_writable(trainer, self._place, "Give FP8Report the path of a file that can be.")
+        self._default_path = default_path(trainer, PAGE_NAME)
+        check_writable(trainer, self._place, "Give FP8Report the path of a file that can be.")
 
     def _forget(self) -> None:
         self._layers, self._last, self._curves = None, None, _curves(self.history)

@@ -1,6 +1,6 @@
 """FP8 on the wire for FSDP2, through its public hooks for custom collectives.
 
-The hooks are not recursive: every FSDP module is given its own.
+The hooks are not recursive: every FSDP module is given its own, and modules that were sharded together one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from lightning_fp8.comm.codec import BlockCodec
 from lightning_fp8.comm.fsdp_gradients import FP8ReduceScatter
 from lightning_fp8.comm.fsdp_weights import FP8AllGather, has_one_scale
 from lightning_fp8.comm.rounding import RoundingKeys
-from lightning_fp8.comm.shards import is_replicated, managed_parameters, shard_ranks
+from lightning_fp8.comm.shards import is_replicated, managed_parameters, shard_ranks, sharded_together
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.linear import Float8Linear, Float8State
 from lightning_fp8.model import conversions
+from lightning_fp8.ranks import reshard
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class FSDPCommunication:
     """What goes over the wire in FP8 after :func:`communicate_fsdp_in_fp8`.
 
     Attributes:
-        reduce_scatters: the gradients' collectives, one an FSDP module; none where gradients stay as they are.
-        all_gathers: the weights' collectives, one an FSDP module; none where weights stay as they are.
+        reduce_scatters: the gradients' collectives, as :func:`fsdp_modules`; none where gradients stay as they are.
+        all_gathers: the weights' collectives, the same; none where weights stay as they are.
         replicated: whether there are replicas of the shards (HSDP), whose all-reduce FSDP2 lets nobody replace.
     """
 
@@ -40,11 +41,16 @@ class FSDPCommunication:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """All modules of ``model`` that ``fully_shard`` was applied to, ``model`` included.
+    """The modules of ``model`` that ``fully_shard`` was applied to, ``model`` included.
 
-    Each is an ``nn.Module`` and an ``FSDPModule``, for which there is no type.
+    Of modules that were sharded together it is the first. Each is an ``nn.Module`` and an ``FSDPModule``, for which
+    there is no type.
     """
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    firsts: dict[tuple[nn.Module, ...], Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            firsts.setdefault(sharded_together(module), module)
+    return list(firsts.values())
 
 
 def communicate_fsdp_in_fp8(
@@ -59,6 +65,8 @@ def communicate_fsdp_in_fp8(
     keys: RoundingKeys | None = None,
 ) -> FSDPCommunication:
     """Give every FSDP module of ``model`` its FP8 collectives; called again, it replaces them.
+
+    What a forward left gathered is freed first: it came without FP8, or with other scales.
 
     Args:
         model: after ``fully_shard``; FP8 layers are converted.
@@ -81,6 +89,7 @@ def communicate_fsdp_in_fp8(
             "torch.distributed.fsdp.fully_shard first, inside configure_model. (Tensor-parallel styles alone send FP8 "
             "by themselves.)"
         )
+    reshard(model)
     layers = _gatherable(model) if param else []
     if param and not layers:
         raise ValueError(

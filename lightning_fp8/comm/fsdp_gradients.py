@@ -27,7 +27,7 @@ class FP8ReduceScatter:
     """An FSDP2 reduce-scatter that sends FP8; for ``FSDPModule.set_custom_reduce_scatter``.
 
     Args:
-        module: the FSDP module that it reduces for.
+        module: the FSDP module that it reduces for, with those sharded together with it; none is gathered now.
         codec: how gradients become bytes.
         min_numel: reductions of fewer values go in bf16.
         traffic: counts the bytes.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_fp8 import kernels
 from lightning_fp8.casts import Cast
 from lightning_fp8.comm.codec import BlockCodec, use_kernels
-from lightning_fp8.comm.shards import managed_parameters, padded_shard_shape
+from lightning_fp8.comm.shards import managed_places, padded_shard_shape
 from lightning_fp8.comm.traffic import Traffic
 from lightning_fp8.comm.weight_scales import GatheredScales
 from lightning_fp8.formats import dequantize
@@ -39,7 +39,7 @@ class FP8AllGather:
     """An FSDP2 all-gather that sends the weights of FP8 layers in FP8; for ``FSDPModule.set_custom_all_gather``.
 
     Args:
-        module: the FSDP module that it gathers for.
+        module: the FSDP module that it gathers for, with those sharded together with it; none is gathered now.
         layers: the FP8 layers whose weights travel in FP8, there and elsewhere.
         scales: those of the layers that have one scale a weight.
         leads: whether this module is gathered first in a forward of the model, as a rule: whoever calls the model, and
@@ -49,7 +49,7 @@ class FP8AllGather:
         traffic: counts the bytes.
 
     Attributes:
-        parameters: what the module gathers, in FSDP's order, each with whether it travels in FP8.
+        parameters: what is gathered, in FSDP's order, each with whether it travels in FP8.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class FP8AllGather:
         self._scales = scales
         self._leads = leads
         owners = {id(layer.weight): layer for layer in layers}
-        self._parameters = [(parameter, owners.get(id(parameter))) for parameter in managed_parameters(module)]
+        self._places = managed_places(module)
+        self._parameters = [(place.parameter, owners.get(id(place.parameter))) for place in self._places]
         if sum(parameter.numel() for parameter, layer in self._parameters if layer is not None) < min_numel:
             self._parameters = [(parameter, None) for parameter, _ in self._parameters]
         self._layouts: dict[int, list[_Segment]] = {}
@@ -90,6 +91,13 @@ class FP8AllGather:
             RuntimeError: the module's parameters are gathered in several dtypes at once, or are not those that it had.
         """
         ranks = group.size()
+        plain_bytes = (ranks - 1) * input_tensor.numel() * torch.bfloat16.itemsize
+        if self._places[0].is_gathered:
+            # With reshard_after_forward=<int> a smaller group gathers for backward what forward gathered before: it is
+            # on the grid of its scales, and cut without regard to parameters' rows.
+            all_gather(output_tensor, input_tensor, group).wait()
+            self.traffic.record((ranks - 1) * input_tensor.numel() * input_tensor.itemsize, plain_bytes)
+            return
         segments = self._segments(ranks, input_tensor)
         if self._leads or not self._scales.fit(layer for _, layer in self._parameters if layer is not None):
             self._scales.update(group, input_tensor.dtype)
@@ -102,7 +110,7 @@ class FP8AllGather:
         outputs = output_tensor.view(ranks, -1).split(sizes, dim=1)
         for segment, rows, out in zip(segments, received, outputs, strict=True):
             self._decode(segment, rows, out)
-        self.traffic.record((ranks - 1) * message.numel(), (ranks - 1) * input_tensor.numel() * torch.bfloat16.itemsize)
+        self.traffic.record((ranks - 1) * message.numel(), plain_bytes)
 
     def _segments(self, ranks: int, input_tensor: Tensor) -> list[_Segment]:
         if ranks not in self._layouts:

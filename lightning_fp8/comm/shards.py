@@ -1,4 +1,4 @@
-"""Which parameters an FSDP2 module gathers, and how they are cut."""
+"""Which parameters FSDP2 gathers together, and how they are cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.ranks import local_values
 
 @dataclass(frozen=True)
 class ShardedPlace:
-    """Where a module holds a parameter that FSDP2 shards: its shard, or while it is gathered the whole of it.
+    """Where a module holds a parameter that FSDP2 shards: its shard, or once it was gathered what is kept of it.
 
     Attributes:
         module: holds it.
@@ -40,27 +40,35 @@ class ShardedPlace:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it is the whole parameter; beside FSDP tensor parallelism may split that too."""
+        """Whether it holds what was gathered: the whole, or the part that ``reshard_after_forward=<int>`` keeps.
+
+        Beside FSDP tensor parallelism may split that too.
+        """
         parameter = self.parameter
         return not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh
 
 
-def first_place(module: nn.Module) -> ShardedPlace | None:
-    """The place of one of the parameters that an FSDP module gathers; ``None`` if there are none."""
-    parameters = managed_parameters(module)
-    for part in module.modules() if parameters else ():
-        for name, parameter in part.named_parameters(recurse=False):
-            if parameter is parameters[0]:
-                return ShardedPlace.of(part, name)
-    return None
+def sharded_together(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that one call of ``fully_shard`` took, ``module`` among them, in the order that it visits them.
+
+    FSDP gathers and reduces for all of them at once. Only their state tells (torch 2.11 to 2.13).
+    """
+    modules: tuple[nn.Module, ...] = cast(FSDPModule, module)._get_fsdp_state()._modules
+    return modules
 
 
 def managed_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that one FSDP module gathers, in its order: without those of FSDP modules inside it.
+    """The parameters that FSDP gathers with those of the FSDP module ``module``; see :func:`managed_places`."""
+    return [place.parameter for place in managed_places(module)]
 
-    ``fully_shard`` visits children before their parents and takes a shared parameter once (torch 2.11 to 2.13).
+
+def managed_places(module: nn.Module) -> list[ShardedPlace]:
+    """Where the parameters are that FSDP gathers for :func:`sharded_together`, in its order; none is gathered now.
+
+    Those of FSDP modules inside them are not among them. ``fully_shard`` visits children before their parents and takes
+    a shared parameter once (torch 2.11 to 2.13).
     """
-    parameters: dict[int, nn.Parameter] = {}
+    places: dict[int, ShardedPlace] = {}
     visited: set[int] = set()
 
     def visit(part: nn.Module) -> None:
@@ -68,12 +76,13 @@ def managed_parameters(module: nn.Module) -> list[nn.Parameter]:
         for child in part.children():
             if id(child) not in visited and not isinstance(child, FSDPModule):
                 visit(child)
-        for parameter in part.parameters(recurse=False):
+        for name, parameter in part.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
-                parameters.setdefault(id(parameter), parameter)
+                places.setdefault(id(parameter), ShardedPlace.of(part, name))
 
-    visit(module)
-    return list(parameters.values())
+    for member in sharded_together(module):
+        visit(member)
+    return list(places.values())
 
 
 def local_numel(parameters: Iterable[Tensor]) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fp8.comm.shards import ShardedPlace, first_place
+from lightning_fp8.comm.shards import ShardedPlace, managed_places
 from lightning_fp8.formats import tells_scale
 from lightning_fp8.linear import Float8Linear
 from lightning_fp8.ranks import local_values
@@ -30,13 +30,14 @@ class GatheredScales:
     scale, of a weight that its layer has multiplied with. A layer that is gathered and not used leaves none.
 
     Args:
-        modules: the FSDP modules that gather them.
+        modules: the FSDP modules that gather them; none is gathered now.
         layers: the layers whose weights have one scale each.
 
     Attributes:
         table: the scales that layers cast gathered weights with, in the slots of the role ``weight``. Their amaxes are
             of rounded weights, and only tell which layers have run.
         modes: whether each layer was training when scales were last set; empty before.
+        steps: how often the stored scales of each conversion had moved then.
     """
 
     def __init__(self, modules: Iterable[nn.Module], layers: Sequence[Float8Linear]) -> None:
@@ -49,6 +50,7 @@ class GatheredScales:
         self._amax = torch.zeros(len(layers), dtype=torch.float32)
         self._places = [ShardedPlace.of(layer, "weight") for layer in layers]
         self.modes: tuple[bool, ...] = ()
+        self.steps: tuple[int, ...] = ()
         self._stale = True
         self._link()
         # For models without a Trainer: ahead of FSDP's own hook, which would take weights as it finds them.
@@ -61,9 +63,9 @@ class GatheredScales:
         return self._wire_slots.get(id(layer))
 
     def before_training(self) -> None:
-        """A training step begins. Weights that an evaluation left gathered are on the grid of its scales: free them."""
+        """A training step begins. What a forward without backward left gathered may be on the grid of other scales."""
         self._stale = True
-        self._free_weights_of_other_modes()
+        self._free_weights_of_other_scales()
 
     def weights_changed(self) -> None:
         """The weights may be others now: what is gathered next is preceded by new scales."""
@@ -87,7 +89,7 @@ class GatheredScales:
         """
         self.note()  # With the amaxes that are replaced below.
         self._stale = False
-        self.modes = self._modes()
+        self.modes, self.steps = self._modes(), self._steps()
         if not self.layers:
             return
         self._follow()
@@ -143,23 +145,27 @@ class GatheredScales:
             hook.remove()
 
     def _before_forward(self, root: nn.Module) -> Callable[[nn.Module, Any], None]:
-        place = first_place(root)
+        place = next(iter(managed_places(root)), None)
 
         def hook(module: nn.Module, args: Any) -> None:
             if module.training:
-                self._free_weights_of_other_modes()
+                self._free_weights_of_other_scales()
             if place is None or not place.is_gathered:  # Else this forward is a part of another.
                 self._stale = True
 
         return hook
 
-    def _free_weights_of_other_modes(self) -> None:
-        if self.modes and self.modes != self._modes():
+    def _free_weights_of_other_scales(self) -> None:
+        """Free gathered weights, if layers changed between training and evaluation since, or scales have moved."""
+        if self.modes and (self.modes, self.steps) != (self._modes(), self._steps()):
             for module in self.modules:
                 module.reshard()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(layer.training for layer in self.layers)
+
+    def _steps(self) -> tuple[int, ...]:
+        return tuple(scaling.steps for scaling, _, _ in self._parts)
 
     def _mask(self, flags: tuple[bool, ...]) -> Tensor:
         """``flags`` on the device. They come back step for step: made anew, they would be waited for."""

@@ -35,7 +35,7 @@ from lightning_fp8.amaxes import amax_of
 from lightning_fp8.batches import tensors_of
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.optimizers import parameters_of
-from lightning_fp8.ranks import local_values, world_size
+from lightning_fp8.ranks import local_values, reshard, world_size
 from lightning_fp8.recovery.buffers import MovedBuffers
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.pending import PendingVerdict
@@ -104,21 +104,16 @@ class StepGuard:
         mode: Mode = "auto",
         scaler: torch.amp.GradScaler | LossScaler | None = None,
     ) -> None:
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-            raise ValueError(
-                "LBFGS runs backward several times in a step, which cannot be judged before it begins: use another "
-                "optimizer, or leave recovery out."
-            )
         self.thresholds = thresholds or Thresholds()
         self.loss_scaled = isinstance(scaler, torch.amp.GradScaler) or (
             scaler is not None and scaler.loss_scale == "dynamic"
         )
-        self.fast, self._mode, self._model = _choose_mode(mode, optimizers, self.loss_scaled), mode, model
-        self.fp8, self.scaler, self.optimizers = FP8Layers(model), scaler, list(optimizers)
-        self.ranks = world_size()
+        self._mode, self._model, self.scaler = mode, model, scaler
+        self.fp8, self.ranks = FP8Layers(model), world_size()
         self.accepted: bool | None = True
-        self.judges = [self._judge(optimizer) for optimizer in self.optimizers]
-        self._without_state = [_with_momentum(optimizer) for optimizer in self.optimizers]
+        self.optimizers: list[Optimizer] = []
+        self.judges: list[Judge] = []
+        self.watch(optimizers)
         self.device = self.judges[0].device
         self.flag = torch.zeros((), dtype=torch.bool, device=self.device)
         self._buffers = MovedBuffers(model)
@@ -132,6 +127,24 @@ class StepGuard:
         self._pending: list[PendingVerdict] = []
         self._window = 0
 
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Judge the steps of these from now on; the statistics of those that are new begin with nothing.
+
+        Raises:
+            ValueError: as of the constructor.
+        """
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS runs backward several times in a step, which cannot be judged before it begins: use another "
+                "optimizer, or leave recovery out."
+            )
+        self.fast = _choose_mode(self._mode, optimizers, self.loss_scaled)
+        known = dict(zip(self.optimizers, self.judges, strict=True))
+        self.judges = [known.get(optimizer) or self._judge(optimizer) for optimizer in optimizers]
+        self._leave_optimizers()
+        self.optimizers = list(optimizers)
+        self._without_state = [_with_momentum(optimizer) for optimizer in optimizers]
+
     def _judge(self, optimizer: Optimizer) -> Judge:
         parameters = parameters_of(optimizer)
         if not parameters:
@@ -142,6 +155,7 @@ class StepGuard:
         return Judge(parameters, self._layout(parameters), self.thresholds, parameters[0].device)
 
     def _layout(self, parameters: Sequence[Tensor]) -> Layout:
+        reshard(self._model)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         labels = [names.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)]
         return Layout(labels, self.fp8.names, self.ranks)
@@ -245,9 +259,13 @@ class StepGuard:
 
         Returns:
             Whether it was accepted; None where the host doesn't know yet.
+
+        Raises:
+            ValueError: it is none of those guarded.
         """
-        index = next(i for i, other in enumerate(self.optimizers) if other is optimizer)
+        index = self._index(optimizer)
         judge = self._follow(index)
+        self._buffers.after_forward()
         if isinstance(self.scaler, torch.amp.GradScaler) and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers leave that to their step, which would come too late for the norm.
             self.scaler.unscale_(optimizer)
@@ -268,11 +286,21 @@ class StepGuard:
             pending.late = False
             if not self.accepted:
                 self._skip_on_host(optimizer)
+                self._keep_loss_scale(optimizer, self._finding(pending))
         self._pending.append(pending)
         # The data is every optimizer's, a loss is one's own.
         self._last_rejected = self._rejected == REJECTED
         self._losses, self._rejected, self._unhealthy = [], 0, None
         return self.accepted
+
+    def _index(self, optimizer: Optimizer) -> int:
+        for index, other in enumerate(self.optimizers):
+            if other is optimizer:
+                return index
+        raise ValueError(
+            f"{type(optimizer).__name__} is none of the optimizers that are guarded: give the optimizer itself, not "
+            "what wraps it (of Fabric's its .optimizer), or tell of a new one with watch([...])."
+        )
 
     def _first_step(self, index: int) -> bool:
         """Whether the optimizer has no state yet, or none for a parameter that it is about to step.
@@ -352,10 +380,12 @@ class StepGuard:
         return [Culprit("nonfinite", names[i], "weight", amax, ranks) for i, amax in zip(culprits, amaxes, strict=True)]
 
     def _values(self, parameter: Tensor) -> Tensor:
-        """This rank's; lazy ones have none before their first forward, but their place in the message."""
-        if is_lazy(parameter):
+        """This rank's that can be bad; lazy ones before their first forward and integers have a place only."""
+        if is_lazy(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
             return torch.empty(0, device=self.device)
-        return local_values(parameter.detach())
+        values = local_values(parameter.detach())
+        # FP8 has no kernels for norms; bf16 holds every value of each of its formats.
+        return values.bfloat16() if values.dtype.itemsize == 1 else values
 
     def _loss(self, judge: Judge) -> Tensor | None:
         if not self._losses:
@@ -376,9 +406,18 @@ class StepGuard:
         self._buffers.restore()
         self.fp8.discard()
 
+    def _keep_loss_scale(self, optimizer: Optimizer, finding: Finding | None) -> None:
+        """NaN of a batch that was left out on purpose says nothing about the loss scale; true overflows do."""
+        left_out = finding is not None and finding.deliberate and not finding.overflow
+        if left_out and isinstance(self.scaler, LossScaler):
+            self.scaler.leave_out(optimizer)
+
     def close(self) -> None:
         """Leave optimizers and layers as they were: fallbacks end."""
         self.fp8.all_back()
+        self._leave_optimizers()
+
+    def _leave_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.__dict__.pop("found_inf", None)
 

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_fp8.optimizers import parameters_of
-from lightning_fp8.ranks import local_values
+from lightning_fp8.ranks import local_values, reshard
+from lightning_fp8.recovery.buffers import written_in_place
 from lightning_fp8.rng import collect_rng_state, restore_rng_state
 
 #: Of each parameter group of an optimizer, all but the parameters.
@@ -45,13 +46,15 @@ class Snapshot:
     Attributes:
         label: what the caller said about the moment (the step).
         plain: of each optimizer parameter's state the values that are no tensors, such as some optimizers' step count.
-        parameters: the module's, not copies, by the names that they had.
+        parameters: not copies, by the names that they had.
+        unwritable: buffers that cannot be written in place (expanded, sparse, nested, of inference mode), not copies.
     """
 
     def __init__(self) -> None:
         self.label: Any = None
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
+        self.unwritable: dict[str, Tensor] = {}
         self.plain: dict[str, dict[str, Any]] = {}
         self.settings: list[Settings] = []
         self.states: dict[str, tuple[list[Any], TreeSpec]] = {}
@@ -70,7 +73,7 @@ class Snapshots:
 
     Args:
         module: weights and buffers, restored in place.
-        optimizers: state and parameter groups, restored in place.
+        optimizers: state and parameter groups, restored in place; also parameters that are none of the module's.
         others: further things with a state, by name; small ones, for their tensors are copied on the device first.
     """
 
@@ -89,7 +92,8 @@ class Snapshots:
         """Begin a copy of the present state; it becomes the candidate."""
         self.wait()
         snapshot, self._spare = self.candidate or self._spare, Snapshot()
-        snapshot.parameters = dict(self.module.named_parameters())
+        snapshot.parameters = self._parameters()
+        snapshot.unwritable = {name: buffer for name, buffer in self._buffers() if not written_in_place(buffer)}
         names = {id(parameter): name for name, parameter in snapshot.parameters.items()}
         live = dict(self._tensors(names))
         snapshot.states = {}
@@ -146,6 +150,10 @@ class Snapshots:
         if self.candidate is not None:
             self.good, self.candidate, self._spare = self.candidate, None, self.good or self._spare
 
+    def drop(self) -> None:
+        """Let go of all states: there is none to go back to until the next."""
+        self.good = self.candidate = None
+
     def drop_incomplete(self) -> list[str]:
         """Let go of states that lack a parameter the module has by now, or hold it in another shape.
 
@@ -163,7 +171,7 @@ class Snapshots:
         if snapshot is None:
             return []
         names, lacking = self._names_in(snapshot), []
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named_parameters():
             if is_lazy(parameter):
                 continue
             kept = snapshot.tensors.get(f"parameter.{names.get(id(parameter))}")
@@ -207,6 +215,7 @@ class Snapshots:
             # A buffer of another shape, such as a cache that has grown, is another one.
             if kept is not None and (kept.shape == tensor.shape or not name.startswith("buffer.")):
                 tensor.copy_(kept)
+        self._put_back_whole(good)
         for name, other in self.others.items():
             if any(getattr(other, "optimizer", None) is optimizer for optimizer in changed):
                 continue
@@ -219,6 +228,16 @@ class Snapshots:
         restore_rng_state(good.rng)
         return good.label
 
+    def _put_back_whole(self, good: Snapshot) -> None:
+        """Buffers that could not be written in place then, or cannot now."""
+        for name, buffer in self._buffers():
+            kept, before = good.tensors.get(f"buffer.{name}"), good.unwritable.get(name)
+            if before is None and kept is not None and not written_in_place(buffer):
+                before = kept.to(buffer.device, copy=True)
+            if before is not None:
+                owner, _, own_name = name.rpartition(".")
+                self.module.get_submodule(owner)._buffers[own_name] = before
+
     def _names_in(self, snapshot: Snapshot) -> dict[int, str]:
         """What a snapshot calls the parameters, by their id; those that it lacks are left out.
 
@@ -226,12 +245,30 @@ class Snapshots:
         is, where it has the name of one that went.
         """
         were = {id(parameter): name for name, parameter in snapshot.parameters.items()}
-        now = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        now = {id(parameter): name for name, parameter in self._named_parameters()}
         same = {p: were[p] for p, name in now.items() if p in were and _stands_for(were[p], name)}
         taken = {were[p] for p in now if p in were}
         new = {p: name for p, name in now.items() if p not in were and name not in taken}
         gone = {p: name for p, name in were.items() if p not in now}  # An optimizer may have them yet.
         return gone | new | same
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The module's own, though FSDP2 may have gathered them."""
+        reshard(self.module)
+        return list(self.module.named_parameters())
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if not is_lazy(buffer)]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The module's by name, then those that only optimizers have: weights of losses in a plain list, say."""
+        parameters = dict(self._named_parameters())
+        inside = set(map(id, parameters.values()))
+        for index, optimizer in enumerate(self.optimizers):
+            for number, parameter in enumerate(parameters_of(optimizer)):
+                if id(parameter) not in inside:
+                    parameters[f"outside.{index}.{number}"] = parameter
+        return parameters
 
     def _tensors(self, names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
         """All tensors by name, local ones where they are sharded; lazy ones hold nothing yet.
@@ -239,10 +276,13 @@ class Snapshots:
         Args:
             names: of the parameters, by their id.
         """
-        parameters = self.module.parameters()
-        live: list[tuple[str, Tensor]] = [(f"parameter.{names[id(p)]}", p) for p in parameters if id(p) in names]
-        live += [(f"buffer.{name}", buffer) for name, buffer in self.module.named_buffers()]
-        found = [(name, local_values(tensor.detach())) for name, tensor in live if not is_lazy(tensor)]
+        live: dict[str, Tensor] = {}
+        for parameter in self._parameters().values():
+            if id(parameter) in names and not is_lazy(parameter):
+                # The module's come first: an optimizer may hold one yet whose place another has taken.
+                live.setdefault(f"parameter.{names[id(parameter)]}", parameter)
+        live |= {f"buffer.{name}": buffer for name, buffer in self._buffers() if written_in_place(buffer)}
+        found = [(name, local_values(tensor.detach())) for name, tensor in live.items()]
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in self._optimizer_parameters(index, optimizer, names):
                 state = optimizer.state.get(parameter, {})

@@ -37,6 +37,7 @@ from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.comm.rounding import RoundingKeys
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lightning_fp8.formats import E5M2
+from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.model import conversions
 from lightning_fp8.statistics import AMAX, SCALE
 from lightning_fp8.tuning import choice
@@ -82,6 +83,23 @@ def shards_may_be_empty(rank: int, world: int) -> None:
     assert losses(fp8) == expected
     assert_same_weights(plain, fp8)
     assert losses(both) == pytest.approx(expected, rel=0.05)
+
+
+def ranks_forget_dropped_gradients_together(rank: int, world: int) -> None:
+    """Rank 0 alone has the one bias: what it knows of a gradient, the others cannot see."""
+    for loss_scale in (1024.0, "dynamic"):
+        model = sharded(nn.Sequential(nn.Linear(16, 1)), blocks=["0"])
+        optimizer, scaler = torch.optim.SGD([model[0].bias], 1.0), LossScaler(loss_scale)
+        x = torch.ones(2, 16, device=device())
+        for dropped in (False, True, False):
+            scaler.scale(model(x).float().sum()).backward()
+            scaler.unscale_(optimizer)
+            if dropped:
+                optimizer.zero_grad(set_to_none=False)
+            scaler.scale(model(x).float().sum())
+            assert (optimizer in scaler._unscaled) == (not dropped)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
 
 
 class Experts(nn.Module):
@@ -177,6 +195,62 @@ def so_do_weights_gathered_under_other_settings(rank: int, world: int) -> None:
             plain = sharded()
         assert train(plain, accumulate=2) == train(fp8, accumulate=2), options
         assert_same_weights(plain, fp8)
+
+
+def modules_sharded_together_share_their_messages(rank: int, world: int) -> None:
+    def grouped() -> nn.Module:
+        model = lightning_fp8.convert_model(make().to(device()), layers=LayerSelection())
+        how = {"mesh": line_mesh(), "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        # Not in the order that the model has them in, which is not FSDP's.
+        fully_shard([model.blocks[1].down, model.blocks[0].up], **how)
+        fully_shard([model.head, model.embedding], **how)
+        return fully_shard(model, **how)
+
+    plain, fp8, both = (grouped() for _ in range(3))
+    communicate_fsdp_in_fp8(fp8, grad=False)
+    installed = communicate_fsdp_in_fp8(both)
+    assert len(installed.all_gathers) == len(installed.reduce_scatters) == 3
+    assert sum(in_fp8 for gather in installed.all_gathers for _, in_fp8 in gather.parameters) == len(fp8_layers(both))
+    for model in (plain, both):
+        loss_of(model, batch(0, rank)).backward()
+    assert 0 < relative_error(gradients(both), gradients(plain).double()) < 0.035
+    plain.zero_grad()
+    assert train(plain) == train(fp8)
+    assert_same_weights(plain, fp8)
+    assert torch.equal(statistics(plain), statistics(fp8))
+
+
+def fewer_ranks_share_weights_until_backward(rank: int, world: int) -> None:
+    plain, fp8 = (sharded(param=param, reshard_after_forward=2) for param in ("bf16", "fp8"))
+    assert train(plain, accumulate=2) == train(fp8, accumulate=2)
+    assert_same_weights(plain, fp8)
+    assert torch.equal(statistics(plain), statistics(fp8))
+
+
+def weights_left_gathered_do_not_outlive_their_scales(rank: int, world: int) -> None:
+    plain, fp8 = (sharded(param=param, reshard_after_forward=False) for param in ("bf16", "fp8"))
+    losses: dict[nn.Module, list[float]] = {plain: [], fp8: []}
+    for model, found in losses.items():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for step in range(4):
+            loss = loss_of(model, batch(step, rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            with torch.no_grad():  # Nothing frees what this gathers.
+                loss_of(model, batch(step, rank))
+            lightning_fp8.step(model)
+    assert losses[plain] == losses[fp8]
+    assert torch.equal(statistics(plain), statistics(fp8))
+
+
+def collectives_are_installed_after_an_evaluation_too(rank: int, world: int) -> None:
+    early, late = sharded(param="fp8", grad="fp8"), sharded()
+    with torch.no_grad():
+        loss_of(late.eval(), batch(0, rank))
+    communicate_fsdp_in_fp8(late.train())
+    assert train(early) == train(late)
 
 
 def finer_scales_go_in_blocks(rank: int, world: int) -> None:
@@ -463,6 +537,7 @@ def mistakes_are_named(rank: int, world: int) -> None:
         ({"compile": {"recompute": "some"}}, "recompute='some' is none of"),
         ({"compile": {"full_graph": True}}, "compile holds 'full_graph', which torch.compile does not take"),
         ({"compile": "yes"}, "compile must be true, false or a mapping"),
+        ({"reshard_after_forward": world + 1}, f"={world + 1} must divide the {world} ranks that shard"),
     ):
         with pytest.raises(ValueError, match=message):
             sharded(fresh, **settings)
@@ -471,7 +546,11 @@ def mistakes_are_named(rank: int, world: int) -> None:
     if importlib.util.find_spec("torchao"):
         with pytest.raises(ValueError, match="torchao backend's layers cannot be gathered"):
             sharded(fresh, recipe="rowwise", backend="torchao", param="fp8")
-    for settings in ({"activation_checkpointing": "false"}, {"min_numel": 0.5}):
+    for settings in (
+        {"activation_checkpointing": "false"},
+        {"min_numel": 0.5},
+        {"reshard_after_forward": "true"},
+    ):
         with pytest.raises(TypeError, match=f"{next(iter(settings))} must be"):
             sharded(fresh, **settings)
     assert {parameter.dtype for parameter in fresh.parameters()} == {torch.float32}
@@ -516,10 +595,14 @@ def blocks_may_be_named_in_any_order(rank: int, world: int) -> None:
 
 
 CHECKS = [
+    ranks_forget_dropped_gradients_together,
     weights_gathered_in_fp8_change_no_result,
     layers_that_do_not_run_leave_no_trace,
     ranks_agree_on_scales_that_each_keeps_for_itself,
     so_do_weights_gathered_under_other_settings,
+    modules_sharded_together_share_their_messages,
+    weights_left_gathered_do_not_outlive_their_scales,
+    collectives_are_installed_after_an_evaluation_too,
     finer_scales_go_in_blocks,
     only_gradients_are_rounded_stochastically,
     sharded_compute_is_unsharded_compute,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rank_checks import device, folder, same_on_all_ranks
 from shard_models import VOCABULARY, Decoder
 from torch import Tensor
@@ -22,7 +23,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import AmaxMonitor, FP8Communication, FP8FSDPPrecision, FP8Precision, LayerSelection
+from lightning_fp8 import (
+    AmaxMonitor,
+    EMAOfAcceptedSteps,
+    FP8Communication,
+    FP8FSDPPrecision,
+    FP8Precision,
+    FP8Report,
+    LayerSelection,
+)
 from lightning_fp8.callbacks.recovery import SkipBatchException, SkipBatchRecovery
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL
 from lightning_fp8.comm.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -429,12 +438,28 @@ def giving_up_where_others_wait_is_an_error(rank: int, world: int) -> None:
         automatic_optimization = False
         training_step = GivesUp.training_step
 
+    class Whole(Module):
+        training_step = GivesUp.training_step
+
     for model, strategy, remedy in (
         (GivesUp({}), model_parallel(), r"return recovery\.reject\(loss\)"),
+        (Whole(), ddp(static_graph=True), r"static_graph=True .*return recovery\.reject\(loss\)"),
         (ByHand(), ddp(), r"recovery\.reject\(loss\) to manual_backward"),
     ):
         with pytest.raises(RuntimeError, match=rf"gave up its batch on rank {rank}.*{remedy}"):
             fit(model, strategy, callbacks=[SkipBatchRecovery(log=None)])
+
+
+def rank_zero_alone_may_name_its_files(rank: int, world: int) -> None:
+    log, page = (Path(folder()) / name if rank == 0 else None for name in ("named.jsonl", "named.html"))
+    fit(Module(), ddp(), callbacks=[SkipBatchRecovery(log=log), FP8Report(path=page)], default_root_dir=folder())
+    assert rank or (log.exists() and page.exists())
+
+
+def averages_of_shards_are_refused(rank: int, world: int) -> None:
+    callbacks = [SkipBatchRecovery(log=None, mode="exact"), EMAOfAcceptedSteps()]
+    with pytest.raises(MisconfigurationException, match="FSDP2 shards cannot be copied: use DDPStrategy"):
+        fit(Sharded({}), model_parallel(), callbacks=callbacks)
 
 
 def unconverted_shards_are_refused(rank: int, world: int) -> None:
@@ -494,6 +519,8 @@ CHECKS = [
     statistics_are_those_of_weights_as_layers_use_them,
     recovery_surrounds_sharded_steps,
     giving_up_where_others_wait_is_an_error,
+    rank_zero_alone_may_name_its_files,
+    averages_of_shards_are_refused,
     unconverted_shards_are_refused,
     what_cannot_be_is_refused,
 ]

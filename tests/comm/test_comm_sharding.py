@@ -22,6 +22,7 @@ GRIDS = [
     fsdp_checks.gradients_reduced_in_fp8_are_close,
     fsdp_checks.every_way_to_average_works,
     fsdp_checks.replicas_of_shards_work,
+    fsdp_checks.fewer_ranks_share_weights_until_backward,
     *tensor_checks.CHECKS,
 ]
 # On three ranks shards are uneven.

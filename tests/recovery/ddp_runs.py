@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.multiprocessing as mp
 from fault_table import SCENARIOS, Deep, Result, Scenario, run
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from recovery_models import PRELOAD, make_data
+from recovery_models import PRELOAD, make_data, make_loader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -62,18 +63,28 @@ class Sharded(Deep):
             fully_shard(self.net, mesh=mesh)
 
 
+class ShardsItself(Deep):
+    """By the plugin; validated before it trains, which leaves weights gathered."""
+
+    def configure_model(self) -> None:
+        self.trainer.precision_plugin.shard(self, self.device_mesh)
+
+    def val_dataloader(self) -> Any:
+        return make_loader(64)
+
+
 SHARDED = ("batch-nan", "batch-nan-fast", "gradient-nan", "weight-inf-fast", "bit-flip")
 
 
-def run_sharded(directory: Path, name: str) -> Result:
-    scenario = SCENARIOS[name]
+def run_sharded(directory: Path, name: str, make: Callable[[str], Deep] = Sharded, **settings: Any) -> Result:
+    scenario = replace(SCENARIOS[name], settings=SCENARIOS[name].settings | settings)
     strategy = ModelParallelStrategy(
         data_parallel_size=RANKS,
         tensor_parallel_size=1,
         process_group_backend="gloo",
         save_distributed_checkpoint=False,
     )
-    return run(directory, scenario, rank=1, devices=RANKS, model=Sharded(scenario.optimizer), strategy=strategy)
+    return run(directory, scenario, rank=1, devices=RANKS, model=make(scenario.optimizer), strategy=strategy)
 
 
 GIVING_UP = {
@@ -102,6 +113,7 @@ def everything(directory: Path, names: Sequence[str]) -> dict[str, Any]:
     results["clean-guarded"] = run(directory, nothing, faulty=False, devices=RANKS)
     for name in SHARDED:
         results[f"sharded/{name}"] = run_sharded(directory, name)
+    results["sharded-itself"] = run_sharded(directory, "bit-flip-fp8", ShardsItself, num_sanity_val_steps=2)
     for name, (way, who) in GIVING_UP.items():
         results[name] = run(directory, nothing, faulty=False, devices=RANKS, model=OneRankGivesUp(way, who))
     return results

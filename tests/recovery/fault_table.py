@@ -172,6 +172,7 @@ def run(
         "max_steps": STEPS,
         "num_sanity_val_steps": 0,
         "plugins": [FP8Precision(scenario.fp8, layers=LayerSelection())] if scenario.fp8 else [],
+        **scenario.settings,
     }
     if devices > 1:
         environment = LightningEnvironment()
@@ -195,7 +196,6 @@ def run(
             enable_checkpointing=bool(more),
             accelerator=accelerator,
             **settings,
-            **scenario.settings,
         )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"

@@ -194,6 +194,87 @@ def test_what_first_moves_in_a_later_step_is_put_back(on_device, outside):
         assert module.codes.dtype == before["codes"].dtype
 
 
+class Codebook(nn.Module):
+    """Averaged in forward, as a buffer or a frozen parameter; beside frozen layers, which forward does not move."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        codes = torch.ones(3)
+        self.codes = nn.Buffer(codes) if "buffer" in kind else nn.Parameter(codes, requires_grad=False)
+        self.backbone, self.teacher = (nn.Linear(3, 3).requires_grad_(False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            codes = self.codes.data if "data" in self.kind else self.codes
+            codes.lerp_(x.detach(), 0.1)
+        return x + self.codes.detach()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", ["buffer", "buffer.data", "parameter", "parameter.data"])
+@pytest.mark.parametrize("steps_before", [1, 2, 5])
+def test_what_moves_without_counting_or_as_a_frozen_parameter_is_put_back(kind, on_device, steps_before):
+    module = Codebook(kind)
+    buffers = MovedBuffers(module)
+    for _ in range(steps_before):
+        buffers.remember()
+        module(torch.randn(3))
+        buffers.after_forward()
+        if on_device:
+            buffers.restore(torch.tensor(False))
+        with torch.no_grad():
+            module.teacher.weight.mul_(0.9)  # As an average that follows the step.
+    before = module.codes.clone()
+    for bad in (math.nan, 1e9):
+        buffers.remember()
+        module(torch.full((3,), bad))
+        buffers.after_forward()
+        buffers.restore(torch.tensor(True) if on_device else None)
+        assert torch.equal(module.codes, before)
+    if steps_before > 2:
+        assert {name for _, name in buffers._kept} == {"codes"}, "of what never moves there is no copy"
+
+
+def test_what_is_frozen_for_a_while_only_is_the_optimizers():
+    """As of two networks that take turns."""
+    module = nn.Sequential(nn.Linear(3, 3))
+    module.requires_grad_(False)
+    buffers = MovedBuffers(module)
+    for step in range(4):
+        buffers.remember()
+        module.requires_grad_(True)
+        module(torch.ones(3)).sum().backward()
+        buffers.after_forward()
+        with torch.no_grad():
+            module[0].weight.sub_(module[0].weight.grad)
+        module.requires_grad_(False)
+        stepped = module[0].weight.clone()
+        buffers.restore()
+        assert torch.equal(module[0].weight, stepped), step
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_that_cannot_be_written_are_left_alone(on_device):
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("inferred", torch.ones(3))
+    module.register_buffer("expanded", torch.ones(3).expand(2, 3))
+    module.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+    module.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    module.register_buffer("counter", torch.zeros(3))
+    before = dict(module.named_buffers())
+    buffers = MovedBuffers(module)
+    for _ in range(4):
+        buffers.remember()
+        module.counter += 1
+        if not on_device:
+            module.expanded = torch.full((3,), math.nan).expand(2, 3)
+        buffers.restore(torch.tensor(True) if on_device else None)
+        assert all(buffer is before[name] for name, buffer in module.named_buffers())
+        assert not module.counter.any()
+
+
 def test_a_buffer_that_users_take_away_does_not_come_back():
     module = Late()
     buffers = MovedBuffers(module)

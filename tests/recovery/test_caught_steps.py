@@ -5,7 +5,21 @@ from __future__ import annotations
 import math
 
 import pytest
-from recovery_models import MODES, NAN, Net, fit, make_loader, recovery, rejected, same_weights, test_loss
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from recovery_models import (
+    MODES,
+    NAN,
+    Net,
+    fit,
+    make_loader,
+    make_trainer,
+    recovery,
+    rejected,
+    same_weights,
+    test_loss,
+)
 
 from lightning_fp8 import FP8Precision, LayerSelection
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
@@ -20,6 +34,10 @@ class GivesUp(Net):
         super().__init__(optimizer)
         self.way = way
 
+    def configure_callbacks(self):
+        self.recovery = next(c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery))
+        return []
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 5:
@@ -27,8 +45,7 @@ class GivesUp(Net):
                 return None
             if self.way == "exception":
                 raise SkipBatchException("bad data")
-            callback = next(c for c in self.trainer.callbacks if isinstance(c, SkipBatchRecovery))
-            return {"loss": callback.reject(loss)}
+            return {"loss": self.recovery.reject(loss)}
         return loss
 
 
@@ -68,6 +85,65 @@ class GivesUpByHand(Net):
             raise SkipBatchException("bad data")
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("way", ["none", "exception", "reject"])
+def test_a_dynamic_loss_scale_stands_still_for_it(tmp_path, way, precision):
+    callback, plugin = recovery(), FP8Precision(precision=precision, loss_scale="dynamic")
+    fit(tmp_path, [callback], model=GivesUp(way), plugins=[plugin], max_steps=30)
+    lowered = [event for event in rejected(callback) if event["action"] == "loss_scale_lowered"]
+    scaler = plugin.settings.loss_scaler.state_dict()
+    assert scaler["scale"] == 65536.0 / 2 ** len(lowered)
+    assert lowered or scaler["_growth_tracker"] == 29
+
+
+def test_batches_that_overflow_lower_it_though_they_are_left_out(tmp_path):
+    callback, plugin = recovery(skip_batches=[(0, 2)]), FP8Precision(loss_scale="dynamic")
+    faults = FaultInjector([Fault("gradient", 2, "net.4", value=float("inf"))])
+    fit(tmp_path, [faults, callback], plugins=[plugin], max_steps=5)
+    assert [event["action"] for event in rejected(callback)] == ["loss_scale_lowered"]
+    assert plugin.settings.loss_scaler.state_dict()["scale"] == 65536.0 / 2
+
+
+class InAFinder(GivesUp):
+    """Of bad data, which it gives up."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.lr, self.batch_size = 1e-3, 2
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return super().training_step((inputs * (NAN if batch_idx == 5 else 1.0), targets), batch_idx)
+
+    def train_dataloader(self):
+        return make_loader(batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+@pytest.mark.parametrize("way", ["none", "exception", "reject"])
+@pytest.mark.parametrize("finder", ["lr", "batch size", "callback"])
+def test_batches_are_left_out_in_finders_too(tmp_path, way, finder):
+    callback, model = recovery(), InAFinder(way)
+    finds = LearningRateFinder(num_training_steps=10)
+    trainer = make_trainer(
+        tmp_path, [callback, *([finds] if finder == "callback" else [])], max_steps=10, enable_checkpointing=True
+    )
+    if finder == "lr":
+        finds.optimal_lr = Tuner(trainer).lr_find(model, num_training=10)
+    elif finder == "batch size":
+        Tuner(trainer).scale_batch_size(model, max_trials=1, steps_per_trial=7)
+    assert not callback.events.recent
+    trainer.fit(model)
+    assert [event["batches"] for event in rejected(callback)] == [[5]] and math.isfinite(test_loss(model))
+    if finder != "batch size":
+        bad = [index for index, loss in enumerate(finds.optimal_lr.results["loss"]) if math.isnan(loss)]
+        assert bad == [5], "and spoil nothing"
 
 
 @pytest.mark.parametrize("fp8", [False, True])

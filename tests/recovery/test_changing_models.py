@@ -61,6 +61,37 @@ def test_a_rewind_to_before_layers_were_unfrozen(tmp_path, mode):
     assert callback.guard.judges[0].statistics.count < 24 - 9
 
 
+class Swaps(Net):
+    """Another optimizer in the second epoch, from step 8 on."""
+
+    def __init__(self, optimizer: str, way: str) -> None:
+        super().__init__(optimizer)
+        self.way = way
+
+    def on_train_epoch_start(self):
+        if self.current_epoch != 1:
+            return
+        if self.way == "set up again":
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        else:
+            self.trainer.optimizers = [OPTIMIZERS[self.optimizer.replace("adamw", "sgd")](self.parameters())]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["set up again", "another class"])
+def test_an_optimizer_that_another_takes_the_place_of(tmp_path, mode, way):
+    callback = recovery(snapshot_every=50)
+    faults = FaultInjector([Fault("gradient", 12, "net.0"), Fault("weight", 16, "net.4")])
+    model, trainer = fit(
+        tmp_path, [faults, callback], model=Swaps(MODES[mode], way), loader=make_loader(128), max_steps=24, max_epochs=3
+    )
+    events = [(e["event"], e.get("action") or e.get("good_step")) for e in callback.events.recent]
+    assert events[:2] == [("good_state_dropped", 0), ("rejected", "skip")]
+    assert callback.events.recent[0]["reason"] == "the optimizers were replaced"
+    assert ("rewind", 9) in events, "to what the new one has left in its first step"
+    assert trainer.global_step == 24 and math.isfinite(test_loss(model))
+
+
 class Lazy(Net):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)

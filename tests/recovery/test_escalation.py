@@ -151,6 +151,18 @@ def test_the_ladder_stops_with_the_last_good_state_saved(tmp_path):
     assert trainer.global_step == 80 and math.isfinite(test_loss(model))
 
 
+def test_a_stop_calls_nothing_good_that_was_saved_in_doubt(tmp_path):
+    class LosesTheGoodState(pl.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            callback.snapshots.drop()
+
+    callback = recovery(skips=1, rewinds=1, log=None)
+    faults = FaultInjector([Fault("batch", step) for step in range(20, 60)])
+    with pytest.raises(RecoveryExhausted, match=r"nonfinite in batch.*Resume from an earlier checkpoint"):
+        fit(tmp_path, [faults, LosesTheGoodState(), callback])
+    assert callback.events.counts["saved_in_doubt"] == 1
+
+
 def last_words(tmp_path, fault, **settings) -> str:
     """What a run says that stops at its third bad step."""
     faults = [Fault(fault, step, "net.0" if fault == "activation" else None) for step in range(20, 40)]

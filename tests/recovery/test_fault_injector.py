@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recovery_models import Net, fit, recovery, rejected
+from recovery_models import Net, fit, make_loader, make_trainer, recovery, rejected
 from torch import nn
 
 from lightning_fp8 import FP8Precision, LayerSelection, convert_model
@@ -43,6 +43,13 @@ def test_a_compiled_layer_goes_by_both_its_names(tmp_path, name, kind):
     assert event["step"] == 8
     if kind == "amax":
         assert (event["verdict"], event["layer"], event["role"]) == ("amax_jump", "net.0", "input")
+
+
+def test_faults_that_come_too_late_are_told_of(tmp_path):
+    faults = [Fault("batch", 1), Fault("loss", 2), Fault("loss", 3), Fault("weight", 9, "net.0")]
+    trainer = make_trainer(tmp_path, [FaultInjector(faults), recovery()], max_steps=3)
+    with pytest.warns(UserWarning, match=r"2 faults were not planted.*: loss at step 3, weight at step 9\."):
+        trainer.fit(Net(), make_loader())
 
 
 @pytest.mark.parametrize(

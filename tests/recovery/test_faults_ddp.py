@@ -94,6 +94,14 @@ def test_fault_on_a_sharded_model(name, ranks):
     assert first["ranks"] == ([1] if scenario.ranks else [])
 
 
+def test_a_sharded_model_that_was_validated_first_goes_back(ranks):
+    for rank in ranks:
+        result = rank["sharded-itself"]
+        assert result.error == "" and [event["event"] for event in result.events] == ["rejected", "rewind"]
+        assert result.events[0]["layer"] == "net.2.weight" and all(w.isfinite().all() for w in result.weights.values())
+    assert equal_on_all(ranks, "sharded-itself")
+
+
 @pytest.mark.parametrize("name", GIVING_UP)
 def test_ranks_can_leave_a_batch_out(name, ranks):
     for rank in range(RANKS):

@@ -192,6 +192,27 @@ def test_weights_that_joined_later_can_be_bad_too():
     assert [culprit.where for culprit in guard.bad_weights()] == ["0.weight"]
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+def test_another_optimizer_takes_the_place_of_one(name):
+    model = make_model(False)
+    first = OPTIMIZERS[name](model.parameters())
+    guard = StepGuard(model, [first], Thresholds(warmup=2))
+    batches = make_batches(8)
+    batches[6][0, 0] = math.nan
+    train(model, first, batches[:4], guard)
+    second = OPTIMIZERS["sgd-fused"](model.parameters())
+    with pytest.raises(ValueError, match=r"none of the optimizers that are guarded.*watch"):
+        guard.decide(second)
+    guard.watch([second])
+    assert guard.fast == (name == "adamw-fused" or guard._mode == "auto") and not hasattr(first, "found_inf")
+    outcomes = train(model, second, batches[4:], guard)
+    assert [outcome.finding is None for outcome in outcomes] == [True, True, False, True]
+    assert guard.judges[0].statistics.count == 3 and all(p.isfinite().all() for p in model.parameters())
+    judge = guard.judges[0]
+    guard.watch([second])
+    assert guard.judges == [judge], "the statistics of one that stays go on"
+
+
 def test_fast_ends_where_a_group_joins_that_is_not_fused():
     for mode in ("auto", "fast"):
         model, optimizer = frozen("adamw-fused")
@@ -390,6 +411,19 @@ def test_bad_weights_are_named():
     with torch.no_grad():
         model[3].weight[0, 1] = math.nan
     assert math.isnan(guard.bad_weights()[0].value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_frozen_weights_of_few_bits_are_no_obstacle(dtype):
+    model = nn.Linear(16, 16)
+    model.codes = nn.Parameter(torch.ones(8, 8).to(dtype), requires_grad=False)
+    guard = StepGuard(model, [torch.optim.AdamW(model.parameters())])
+    assert guard.bad_weights() == []
+    nn.init.constant_(model.bias, math.nan)
+    assert [culprit.where for culprit in guard.bad_weights()] == ["bias"]
+    if dtype.is_floating_point:
+        model.codes.data = torch.full((8, 8), math.nan).to(dtype)
+        assert [culprit.where for culprit in guard.bad_weights()] == ["bias", "codes"]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from recovery_models import MODES, Net, fit, make_loader, make_trainer, recovery, test_loss
+from recovery_models import MODES, Net, fit, make_loader, make_trainer, recovery, rejected, test_loss
 
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 
@@ -46,6 +46,16 @@ def test_snapshots_become_good_however_often_they_are_taken(tmp_path, mode, save
     )  # fmt: skip
     rewinds = [event for event in callback.events.recent if event["event"] == "rewind"]
     assert rewinds and all(event["good_step"] in (18, 19) for event in rewinds)
+
+
+def test_a_rewind_before_a_save_settles_the_steps_before_it(tmp_path):
+    """The host learns of the last bad one after a fast step, and would then rewind once more."""
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=16)
+    callback = recovery()
+    faults = FaultInjector([Fault("batch", step) for step in range(12, 16)])
+    fit(tmp_path, [faults, callback, save], model=Net(MODES["fast"]), max_steps=20, enable_checkpointing=True)
+    assert [event["action"] for event in rejected(callback)] == [*["skip"] * 3, "rewind"]
+    assert [event["step"] for event in callback.events.recent if event["event"] == "rewind"] == [16, 16]
 
 
 @pytest.mark.parametrize("step", [22, 29])

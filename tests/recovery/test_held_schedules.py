@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from recovery_models import Net, fit, make_loader, recovery
 
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
@@ -31,6 +32,13 @@ class Plateau(Net):
 def test_a_plateau_schedule_is_held_too(tmp_path):
     _, trainer = fit(tmp_path, [FaultInjector([Fault("batch", 3)]), recovery()], model=Plateau(), max_steps=10)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 9
+
+
+def test_a_checkpoint_after_a_skipped_last_batch_holds_it_too(tmp_path):
+    callbacks = [FaultInjector([Fault("batch", 7)]), recovery(), ModelCheckpoint(tmp_path, "last")]
+    fit(tmp_path, callbacks, model=Plateau(), loader=make_loader(128), max_epochs=1, enable_checkpointing=True)
+    (schedule,) = torch.load(tmp_path / "last.ckpt", weights_only=True)["lr_schedulers"]
+    assert schedule["last_epoch"] == 7
 
 
 class GroupsJoinWhileHeld(Plateau):

@@ -7,7 +7,18 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
-from recovery_models import MODES, NAN, Net, fit, recovery, rejected, same_weights, test_loss
+from recovery_models import (
+    MODES,
+    NAN,
+    Net,
+    fit,
+    make_loader,
+    make_trainer,
+    recovery,
+    rejected,
+    same_weights,
+    test_loss,
+)
 from torch import nn
 
 from lightning_fp8 import FP8Precision, LayerSelection, RecoveryExhausted
@@ -154,6 +165,49 @@ def test_a_batch_is_left_out_by_every_optimizer(tmp_path, fused):
     fit(tmp_path, [callback], model=model, plugins=[FP8Precision()], max_steps=40)
     assert [(event["step"], event["verdict"]) for event in rejected(callback)] == [(20, "rejected"), (21, "rejected")]
     assert all(torch.equal(one, other) for one, other in zip(*model.weights[9:11], strict=True))
+
+
+class StepsPastLightning(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) * (NAN if batch_idx == 30 else 1.0))
+        optimizer.step()
+        self.kept = len(self.recovery.guard._losses), len(self.recovery._batches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_past_lightning_are_told_of_and_nothing_goes_back(tmp_path, mode):
+    callback, model = recovery(log=None), StepsPastLightning(MODES[mode], schedule=False)
+    model.recovery = callback
+    pl.seed_everything(7, verbose=False)
+    start = model.net[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"has judged no step.*self\.optimizers\(\)") as warned:
+        make_trainer(tmp_path, [callback], max_epochs=1, max_steps=-1).fit(model, make_loader(640))
+    assert len([w for w in warned if "judged no step" in str(w.message)]) == 1
+    assert not callback.events.recent and not torch.equal(model.net[0].weight, start)
+    assert max(model.kept) <= 1
+
+
+class AccumulatesLong(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch) / 10)
+        if batch_idx % 10 == 9:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_batches_that_are_accumulated_by_hand_are_no_steps_past_lightning(tmp_path, recwarn):
+    callback = recovery(log=None)
+    make_trainer(tmp_path, [FaultInjector([Fault("loss", 2, factor=NAN)]), callback], max_steps=4).fit(
+        AccumulatesLong(schedule=False), make_loader(640)
+    )
+    assert not any("judged no step" in str(w.message) for w in recwarn)
+    assert [event["step"] for event in rejected(callback)] == [2] and len(rejected(callback)[0]["batches"]) == 10
 
 
 class StepsWithoutGradients(Net):

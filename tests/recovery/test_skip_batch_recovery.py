@@ -112,11 +112,18 @@ def test_accumulation_spoils_its_window_only(tmp_path, mode):
     assert trainer.global_step == 14 and math.isfinite(test_loss(model))
 
 
-def test_clipping_by_norm_does_not_spread_a_nan(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_clipping_does_not_spread_a_nan(tmp_path, fp8, algorithm, mode):
     callback = recovery()
-    model, _ = fit(tmp_path, [FaultInjector([Fault("gradient", 4, "net.4")]), callback], gradient_clip_val=1.0)
+    model, _ = fit(
+        tmp_path, [FaultInjector([Fault("gradient", 4, "net.4")]), callback], model=Net(MODES[mode]),
+        plugins=[FP8Precision()] if fp8 else [], gradient_clip_val=1.0, gradient_clip_algorithm=algorithm,
+    )  # fmt: skip
     assert len(rejected(callback)) == 1 and rejected(callback)[0]["layer"] == "net.4.weight"
     assert math.isfinite(test_loss(model))
+    assert "configure_gradient_clipping" not in model.__dict__, "the module is left as it was"
 
 
 @pytest.mark.parametrize(

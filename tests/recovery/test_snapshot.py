@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_fp8 import convert_model, step
 from lightning_fp8.model import conversions
+from lightning_fp8.recovery.guard import StepGuard
 from lightning_fp8.recovery.layers import FP8Layers
 from lightning_fp8.recovery.snapshot import Snapshots
 from lightning_fp8.recovery.spikes import SpikeStatistics, Thresholds
@@ -258,6 +261,98 @@ def test_host_memory_is_reused():
         places.add(snapshots.candidate.tensors["parameter.0.weight"].data_ptr())
         snapshots.promote()
     assert len(places) == 2
+
+
+def test_parameters_that_only_an_optimizer_has_come_back():
+    model = nn.Linear(4, 2)
+    weighting = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([*model.parameters(), weighting], 1e-2)
+    snapshots = Snapshots(model, [optimizer])
+
+    def train() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(4)) * weighting.exp()).square().sum().backward()
+            optimizer.step()
+
+    train()
+    before = weighting.clone()
+    snapshots.capture()
+    snapshots.promote()
+    optimizer.param_groups[0]["params"].insert(0, nn.Parameter(torch.ones(3)))
+    train()
+    snapshots.restore()
+    assert torch.equal(weighting, before) and optimizer.state[weighting]["step"] == 2
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def of_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+@pytest.mark.parametrize(
+    "make_buffer", [lambda: torch.eye(3).to_sparse_csr(), nested, of_inference_mode, lambda: torch.ones(3).expand(2, 3)]
+)
+def test_buffers_that_cannot_be_written_come_back_whole(make_buffer):
+    model, optimizer = make("adamw")
+    model.register_buffer("mask", mask := make_buffer())
+    model.register_buffer("average", torch.zeros(2, 3))
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    model.average = torch.ones(3).expand(2, 3)
+    for other in (mask, make_buffer(), torch.zeros(2, 3)):
+        model.mask = other
+        snapshots.restore()
+        assert model.mask is mask and torch.equal(model.average, torch.zeros(2, 3))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("gathered", [(), ("captured",), ("promoted",), ("captured", "promoted")])
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_shards_come_back_though_the_weights_were_gathered(alone, gathered, reshard_after_forward):
+    """As by a forward without a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    shards = list(model.parameters())
+
+    def forward(when: str) -> torch.Tensor:
+        with torch.no_grad():
+            made = model(torch.ones(1, 4))
+        if when not in gathered:
+            for module in (model[0], model):
+                module.reshard()
+        return made
+
+    before, weights = forward("captured"), [shard.to_local().clone() for shard in shards]
+    snapshots = Snapshots(model, [optimizer])
+    snapshots.capture()
+    snapshots.promote()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        shards[-1].fill_(float("nan"))
+    forward("promoted")
+    assert snapshots.drop_incomplete() == []
+    snapshots.restore()
+    assert all(torch.equal(shard.to_local(), weight) for shard, weight in zip(shards, weights, strict=True))
+    assert torch.equal(forward(*gathered[:1] or ("restored",)), before)
+    guard = StepGuard(model, [optimizer])
+    assert guard.judges[0].layout.parameters == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 class Waits:

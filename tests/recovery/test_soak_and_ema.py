@@ -87,6 +87,13 @@ def test_the_average_is_that_of_accepted_steps(tmp_path):
     assert not all(torch.equal(lightnings[key], expected[key]) for key in own)
 
 
+def test_a_module_that_knows_its_recovery_is_averaged(tmp_path):
+    model, callback = Net(), SkipBatchRecovery(log=None)
+    model.recovery = callback
+    fit(tmp_path, [callback, EMAOfAcceptedSteps()], model=model, max_steps=3)
+    assert callback.events.counts["rejected"] == 0
+
+
 def test_the_average_wants_exact_recovery(tmp_path):
     with pytest.raises(MisconfigurationException, match="needs a SkipBatchRecovery"):
         fit(tmp_path, [EMAOfAcceptedSteps()])

@@ -200,6 +200,32 @@ def test_the_step_after_a_skipped_one_has_true_gradients(loss_scale: Any, set_to
     torch.testing.assert_close(plain.norms, scaled.norms, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1024.0, "dynamic"])
+def test_a_step_without_gradients_is_clipped_by_value(loss_scale: Any) -> None:
+    class GivesUp(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            return super().training_step(batch, batch_idx) if batch_idx != 2 else None
+
+    model = GivesUp("sgd")
+    fit(model, plugin(loss_scale=loss_scale), gradient_clip_val=0.5, gradient_clip_algorithm="value")
+    assert len(model.losses) == 5
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])
+def test_an_optimizer_without_gradients_steps_beside_another(loss_scale: Any) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+    scaler = LossScaler(loss_scale)
+    for _ in range(2):
+        before = [layer.bias.detach().clone() for layer in layers]
+        scaler.scale(layers[0](torch.ones(1, 4)).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        moved = [a - layer.bias.detach() for a, layer in zip(before, layers, strict=True)]
+        torch.testing.assert_close(moved, [torch.ones(4), torch.zeros(4)])
+
+
 class Interrupts(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if trainer.global_step == 2:

@@ -21,6 +21,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_models import (
@@ -35,7 +36,7 @@ from trainer_models import (
     plugin,
 )
 
-from lightning_fp8 import DelayedScaling, FP8Communication, SkipBatchRecovery
+from lightning_fp8 import DelayedScaling, FP8Communication, SkipBatchException, SkipBatchRecovery
 from lightning_fp8.fabric import FP8Precision as FabricFP8Precision
 from lightning_fp8.statistics import AMAX, LAST_AMAX, SCALE
 
@@ -242,6 +243,45 @@ def check_overflow_on_one_rank_skips_on_both(folder: Path) -> None:
     assert_ranks_agree(dict(model.state_dict()), "weights")
     assert_ranks_agree(trainer.precision_plugin.settings.loss_scaler.state_dict(), "loss scale")
     assert trainer.precision_plugin.settings.loss_scaler.state_dict()["scale"] == 65536.0 / 2
+
+
+def check_a_batch_left_out_on_one_rank_does_not_move_the_loss_scale(folder: Path) -> None:
+    class LeavesOut(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            if rank() == 0 or batch_idx > 2:
+                return loss
+            if batch_idx == 2:
+                raise SkipBatchException("bad data")
+            return recovery.reject(loss) if batch_idx == 1 else None
+
+    recovery = SkipBatchRecovery(log=None)
+    trainer = fit(LeavesOut("sgd"), plugin(loss_scale="dynamic"), callbacks=[recovery], max_steps=6)
+    state = trainer.precision_plugin.settings.loss_scaler.state_dict()
+    assert recovery.events.counts["rejected"] == 3
+    assert state["scale"] == 65536.0 and state["_growth_tracker"] == 3
+
+
+def check_batches_are_left_out_in_finders(folder: Path) -> None:
+    class LeavesOut(Net):
+        way = ""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            if rank() == 0 or batch_idx != 2:
+                return loss
+            if self.way == "exception":
+                raise SkipBatchException("bad data")
+            return recovery.reject(loss) if self.way == "reject" else None
+
+    for way in ("none", "exception", "reject"):
+        recovery, model = SkipBatchRecovery(log=None), LeavesOut()
+        model.way = way
+        trainer = trainer_of(callbacks=[recovery], default_root_dir=folder, enable_checkpointing=True)
+        finder = Tuner(trainer).lr_find(model, loader(48), num_training=5)
+        assert torch.tensor(finder.results["loss"]).isfinite().all() and not recovery.events.recent
+        trainer.fit(model, loader(48))
+        assert recovery.events.counts["rejected"] == 1
 
 
 class RankLoader(StatefulLoader):
