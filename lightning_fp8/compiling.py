@@ -55,6 +55,7 @@ def compile(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     recompute: Recompute = "none",
+    **unknown: Any,
 ) -> Callable[..., Any]:
     """``torch.compile``, by Inductor, with FP8 casts folded into what computes their operands.
 
@@ -79,14 +80,21 @@ def compile(
         recompute: ``"none"`` keeps every copy. ``"cheap"`` casts in backward what takes reading no more than the
             matrix itself: weights, outputs of norms and of attention. ``"all"`` casts whatever saves memory, the
             products of gated layers too.
+        unknown: none; for an error that says what to do about ``backend``.
 
     Returns:
         What ``torch.compile`` returns.
 
     Raises:
+        TypeError: an argument is unknown, such as ``backend``.
         ValueError: ``options`` hold a pass of their own where one of these goes, or ``recompute`` is none of the
             three.
     """
+    if unknown:
+        raise TypeError(
+            f"lightning_fp8.compile takes no {', '.join(unknown)}: it always compiles by Inductor, with mode, "
+            "fullgraph, dynamic, options and recompute. Leave it out, or use torch.compile."
+        )
     chosen = compile_options(mode, options, recompute)
     return torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, options=chosen)
 

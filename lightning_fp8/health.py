@@ -34,6 +34,9 @@ from lightning_fp8.recipes import ROLES
 Kind = Literal["nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift"]
 KINDS: tuple[Kind, ...] = ("nonfinite", "spike", "scale_at_cap", "zero_gradient", "drift")
 
+#: Steps before one is taken back for a spike, as many as recovery learns by default: gradients behind layers that begin
+#: at zero leap in every run.
+_SPIKE_WARMUP = 32
 #: Steps that the long-run mean must have seen before drift is judged.
 _DRIFT_WARMUP = 100
 #: Steps that the noise of an operand remembers.
@@ -199,6 +202,7 @@ class Health:
         self.active = torch.zeros(len(KINDS), *shape, dtype=torch.bool, device=device)
         self._caps = caps.to(device)
         self._is_gradient = torch.tensor([role == "grad_output" for role in ROLES], device=device)
+        self._is_spike = torch.tensor([kind == "spike" for kind in KINDS], device=device)
         self._bits = (2 ** torch.arange(len(KINDS), device=device)).view(-1, 1, 1)
         self._next: tuple[Tensor, ...] | None = None
         self.set_positions(positions)
@@ -251,6 +255,10 @@ class Health:
         details = torch.stack((amax, scale, mean, (begun * self._bits).sum(0).float()), -1)
         found = (summaries[..., _PLACE] >= 0).any(0)
         return found, torch.cat((summaries.flatten(), details.flatten()))
+
+    def rejectable(self, found: Tensor) -> Tensor:
+        """Those of ``found``, bool ``[kinds]``, that a step may be taken back for: no spikes in the first 32 steps."""
+        return found & (~self._is_spike | (self.count >= _SPIKE_WARMUP).any())
 
     @torch.no_grad()
     def commit(self, kept: Tensor | None = None) -> None:

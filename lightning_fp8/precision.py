@@ -68,9 +68,11 @@ class TrainerPrecision:
 
     def __repr__(self) -> str:
         settings = self.settings
+        scale = f"loss_scale={settings.loss_scaler.loss_scale!r}, " if settings.loss_scaler else ""
+        tokens = f", tokens={settings.tokens}" if settings.tokens is not None else ""
         return (
             f"{type(self).__name__}(recipe={settings.recipe!r}, backend={settings.backend!r}, "
-            f"precision={self.precision!r}, layers={settings.layers!r})"
+            f"precision={self.precision!r}, {scale}layers={settings.layers!r}{tokens})"
         )
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from lightning_fp8.recovery.events import EventLog, rejected_batches
 from lightning_fp8.recovery.guard import Outcome, StepGuard
 from lightning_fp8.recovery.ladder import Action, Ladder
 from lightning_fp8.recovery.snapshot import Snapshots
-from lightning_fp8.recovery.verdict import Finding
+from lightning_fp8.recovery.verdict import Culprit, Finding
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Escalation:
     def _stop(self, outcome: Outcome, finding: Finding) -> None:
         message = (
             f"Recovery has done all it may and steps are still bad: {self.ladder.story()}. "
-            f"The last one, at step {outcome.context['step']}: {_describe(finding)}. "
+            f"The last one, at step {outcome.context['step']}: {_describe(finding.culprits[0])}. "
         )
         # Whoever resumes from the last good state has other data, and begins without these.
         self.write_skipped(self.guard.outcomes())
@@ -240,10 +240,10 @@ class Escalation:
             "rejected",
             **context,
             verdict=first.what,
-            layer=first.where,
-            role=first.role,
+            layer=first.where or None,
+            role=first.role or None,
             ranks=first.ranks,
-            value=first.value,
+            value=first.value if first.where else None,
             loss=finding.loss,
             grad_norm=finding.grad_norm,
             samples=sample_indices(self.trainer, context["batches"], first.ranks) if self.events.writes else None,
@@ -251,16 +251,14 @@ class Escalation:
             action=action,
         )
         if not finding.deliberate and self.events.writes:
-            role = f", {first.role}" if first.role != first.where else ""
-            log.warning(
-                "Step %s was rejected: %s in %s%s. Action: %s.", context["step"], first.what, first.where, role, action
-            )
+            log.warning("Step %s was rejected: %s. Action: %s.", context["step"], _describe(first), action)
         counts = {f"recovery/{name}": float(count) for name, count in self.events.counts.items()}
         for logger in self.trainer.loggers:
             logger.log_metrics(counts, step=context["step"])
 
 
-def _describe(finding: Finding) -> str:
-    first = finding.culprits[0]
-    ranks = f" on rank {', '.join(map(str, first.ranks))}" if first.ranks else ""
-    return f"{first.what} in {first.where} ({first.role}){ranks}"
+def _describe(culprit: Culprit) -> str:
+    role = f" ({culprit.role})" if culprit.role != culprit.where else ""
+    where = f" in {culprit.where}{role}" if culprit.where else ""
+    ranks = f" on rank {', '.join(map(str, culprit.ranks))}" if culprit.ranks else ""
+    return f"{culprit.what}{where}{ranks}"

@@ -155,7 +155,7 @@ class FP8HealthMonitor(LayerCallback):
         found, message = health.observe(self._window[..., AMAX], self._window[..., SCALE])
         # Recovery may have taken back what another optimizer's step on the same batch left: it was seen all the same.
         self._observed = message if self._observed is None else health.merge(self._observed, message)
-        self.verdict = (found & self._recover).any()
+        self.verdict = (health.rejectable(found) & self._recover).any()
         if "recover" in self.actions.values():
             self._recovery(trainer).reject_where(self.verdict)
 

@@ -42,10 +42,11 @@ class Culprit:
     Attributes:
         what: ``nonfinite``, ``spike``, ``amax_jump``, ``health`` (a monitor said so), ``rejected`` (the user did) or
             ``no_loss``.
-        where: a layer's or parameter's qualified name, or ``batch``, ``loss`` or ``grad_norm``.
+        where: a layer's or parameter's qualified name, or ``batch``, ``loss`` or ``grad_norm``; empty where whoever
+            rejected the step does not say.
         role: of an operand ``input``, ``weight``, ``grad_output``; of a parameter ``weight``, ``gradient``; else as
             ``where``.
-        value: what was seen (a spike: sigmas above the median).
+        value: what was seen (a spike: sigmas above the median); NaN where nothing was.
         ranks: that saw it; empty where the ranks cannot be told apart (gradients already reduced).
     """
 
@@ -124,7 +125,7 @@ class Layout:
         codes = list(enumerate(rejections.tolist()))
         without_loss = (NO_LOSS,) if all(code == IDLE for _, code in codes) else (NO_LOSS, IDLE)
         culprits = [
-            Culprit(what, "loss", "loss", math.nan, who)
+            Culprit(what, "", "", math.nan, who)
             for what, given in (("rejected", (REJECTED,)), ("no_loss", without_loss))
             if (who := tuple(rank for rank, code in codes if code in given))
         ]
@@ -161,7 +162,7 @@ class Layout:
                     spiked = (int(losses.argmax()),) if signal == "loss" else ()
                     culprits.append(Culprit("spike", signal, signal, score, spiked))
         if (unhealthy := tuple(rank for rank, code in codes if code == UNHEALTHY)) and not culprits:
-            culprits.append(Culprit("health", "loss", "loss", math.nan, unhealthy))
+            culprits.append(Culprit("health", "", "", math.nan, unhealthy))
         return Finding(
             culprits,
             loss=loss,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8.linear import input_of
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, linear_layers
 from lightning_fp8.text_table import text_table
 from lightning_fp8.tuning.choice import Source, keep_gaining
+from lightning_fp8.tuning.flops import forward_flops
 from lightning_fp8.tuning.peaks import Peak
 from lightning_fp8.tuning.shares import Place, shares_of_step
 
@@ -24,6 +29,10 @@ from lightning_fp8.tuning.shares import Place, shares_of_step
 _ATTENTION_EFFICIENCY = 0.5
 #: FLOPs of attention forward and backward over those forward (flash attention computes the scores again).
 _ATTENTION_BACKWARD = 3.5
+#: Share of the bf16 peak that products reach, forward and backward.
+_PRODUCT_EFFICIENCY = 0.66
+#: FLOPs of a product forward and backward over those forward.
+_PRODUCT_BACKWARD = 3.0
 #: How often the inputs and outputs of the linear layers go through memory between the products.
 _PASSES = 5
 #: Share of the memory's peak bandwidth that pointwise kernels reach.
@@ -32,6 +41,10 @@ _COPY_EFFICIENCY = 0.85
 _OPTIMIZER_PASSES = 7
 #: Share of the memory's peak bandwidth that the fused optimizer reaches.
 _OPTIMIZER_EFFICIENCY = 0.55
+
+
+#: A forward's only argument, or as Lightning takes ``example_input_array`` a sequence of all, or a dict by keyword.
+Inputs = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ def advise(
     gpu: str,
     peak: Peak | None,
     tokens: int,
-    inputs: Tensor | None = None,
+    inputs: Inputs | None = None,
     step_ms: float | None = None,
     compiled: bool = True,
 ) -> Advice:
@@ -141,12 +154,13 @@ def advise(
         gpu: whose times these are.
         peak: its peaks, for the rest of a step; ``None``: the linear layers only.
         tokens: rows of the layers' inputs, where ``inputs`` does not tell.
-        inputs: on the model's device: the forward is run with it, to see each layer's rows and the attention.
+        inputs: on the model's device: the forward is run with it, to see each layer's rows, the attention and other
+            products.
         step_ms: a whole step in bf16, if somebody has measured it: the rest of the step is what the layers leave of it.
         compiled: whether the layers will run in compiled code.
     """
     layers = linear_layers(model)
-    seen = observe(model, inputs) if inputs is not None else Observation({}, 0.0)
+    seen = observe(model, inputs) if inputs is not None else Observation({}, 0.0, 0.0)
     rows = {name: seen.rows.get(name, 0) if inputs is not None else tokens for name in layers}
     advice = []
     candidates = LayerSelection().decide(model, recipe)
@@ -170,14 +184,14 @@ def advise(
                 share.bf16 if share else alone,
                 share.fp8 if share else None,
                 decision.converted and share is not None,
-                decision.reason if count else "did not run",
+                decision.reason if count or not decision.converted else "did not run",
             )
         )
     rest, notes = _rest(model, advice, peak, seen, step_ms)
     if inputs is None and step_ms is None:
         notes.append(
-            f"Every layer was given {tokens} tokens and attention is left out: an input shape tells better, and a "
-            "measured bf16 step best."
+            f"Every layer was given {tokens} tokens; attention and products outside of linear layers, as those of "
+            "nn.MultiheadAttention, are left out: an input shape tells better, and a measured bf16 step best."
         )
     return Advice(gpu, recipe.label, source.origin, advice, rest, notes)
 
@@ -188,58 +202,109 @@ class Observation:
 
     Attributes:
         rows: of each linear layer's input, all its calls together.
-        attention_flops: forward, a causal mask counted as half.
+        attention_flops: of scaled dot-product attention forward, a causal mask counted as half.
+        product_flops: of all other products outside of linear layers forward, such as those within
+            ``nn.MultiheadAttention``, its attention too, and convolutions.
     """
 
     rows: dict[str, int]
     attention_flops: float
+    product_flops: float
 
 
-def observe(model: nn.Module, inputs: Tensor) -> Observation:
-    """Run the forward once, without gradients.
+def observe(model: nn.Module, inputs: Inputs) -> Observation:
+    """Run the forward once, without gradients; compiled modules run eagerly.
 
     Args:
         model: as it is.
-        inputs: its only argument.
+        inputs: its only argument, or all in a sequence or a dict.
     """
     rows: dict[str, int] = {}
+    products = _Products()
+    attention = _Attention(products)
+    watched = _watched(model, rows, products)
+    with torch.compiler.set_stance("force_eager"), watched, torch.no_grad(), attention, products:
+        _call(model, inputs)
+    return Observation(rows, attention.flops, products.flops)
 
-    def hook(name: str) -> Any:
-        def count(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+def _call(model: nn.Module, inputs: Inputs) -> None:
+    if isinstance(inputs, dict):
+        model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        model(*inputs)
+    else:
+        model(inputs)
+
+
+@contextmanager
+def _watched(model: nn.Module, rows: dict[str, int], products: _Products) -> Generator[None]:
+    """Every linear layer adds its rows, and none of its products."""
+    before: list[float] = []
+
+    def enter(name: str) -> Any:
+        def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             rows[name] = rows.get(name, 0) + x.numel() // x.shape[-1]
+            before.append(products.flops)
 
         return count
 
-    handles = [
-        layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in linear_layers(model).items()
-    ]
-    attention = _Attention()
+    def leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        products.flops = before.pop()
+
+    handles = []
+    for name, layer in linear_layers(model).items():
+        handles.append(layer.register_forward_pre_hook(enter(name), with_kwargs=True))
+        handles.append(layer.register_forward_hook(leave))
     try:
-        with torch.no_grad(), attention:
-            model(inputs)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return Observation(rows, attention.flops)
 
 
-class _Attention(TorchFunctionMode):
-    """Counts the FLOPs of scaled dot-product attention."""
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of products and convolutions."""
+
+    # Without it flex attention would be an error. What is in such an operator goes on unseen.
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0.0
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(func, OpOverload):
+            self.flops += forward_flops(func, args, kwargs, result)
+        return result
+
+
+class _Attention(TorchFunctionMode):
+    """Counts the FLOPs of scaled dot-product attention, which are then none of ``products``.
+
+    What ``nn.MultiheadAttention`` calls is hidden from it: torch leaves the mode for the whole of such a function.
+    """
+
+    def __init__(self, products: _Products) -> None:
+        super().__init__()
+        self.flops = 0.0
+        self._products = products
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = self._products.flops
+        result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
+            self._products.flops = before
             named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
             named |= kwargs
             query, key, value = named["query"], named["key"], named["value"]
             products = 2 * query.numel() * key.shape[-2] + 2 * query[..., 0].numel() * key.shape[-2] * value.shape[-1]
             self.flops += products / (2 if named.get("is_causal") else 1)
-        return func(*args, **kwargs)
+        return result
 
 
 def _rest(
@@ -256,8 +321,10 @@ def _rest(
     traffic = 2 * _PASSES * sum(layer.tokens * (layer.in_features + layer.out_features) for layer in layers)
     state = _OPTIMIZER_PASSES * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     attention = seen.attention_flops * _ATTENTION_BACKWARD
+    products = seen.product_flops * _PRODUCT_BACKWARD
     return {
         "attention": attention / (_ATTENTION_EFFICIENCY * peak.bf16 * 1e12) * 1e3,
+        "other products": products / (_PRODUCT_EFFICIENCY * peak.bf16 * 1e12) * 1e3,
         "pointwise": traffic / (_COPY_EFFICIENCY * peak.bandwidth * 1e12) * 1e3,
         "optimizer": state / (_OPTIMIZER_EFFICIENCY * peak.bandwidth * 1e12) * 1e3,
     }, []

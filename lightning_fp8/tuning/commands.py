@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import platform
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_fp8.backends import NAMED_BACKENDS, NativeBackend
 from lightning_fp8.cli_errors import CommandParser, OneLineParser, one_line
 from lightning_fp8.recipes import RECIPE_NAMES, Recipe, get_recipe
+from lightning_fp8.tuning.advice import Inputs
 from lightning_fp8.tuning.advice import advise as look_at
 from lightning_fp8.tuning.bench import RECIPES, measure
 from lightning_fp8.tuning.choice import DEFAULT_TOKENS, Source, times_on, variant_in
@@ -90,9 +93,15 @@ def _bench_parser(cuda: bool) -> CommandParser:
         "--shape",
         nargs="+",
         default=["8b" if cuda else "tiny"],
-        help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]",
+        help=f"of the decoder: {', '.join(SHAPES)}, or width,ffn,layers,batch,length[,heads[,kv_heads]]; by default 8b "
+        "on GPUs, elsewhere tiny",
     )
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        help=f"of {', '.join(RECIPE_NAMES)}; by default {', '.join(RECIPES)}",
+    )
     parser.add_argument("--backends", nargs="+", choices=list(NAMED_BACKENDS), help="by default all that are installed")
     parser.add_argument(
         "--compile",
@@ -100,7 +109,7 @@ def _bench_parser(cuda: bool) -> CommandParser:
         default="yes" if cuda else "no",
         help="torch.compile per block; by default on GPUs",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of three steps")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of three steps; by default 5")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--picture", type=Path, help="draw them there")
     return parser
@@ -164,7 +173,8 @@ def advise(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # Whatever the user's forward raises.
         if inputs is None:
             raise
-        parser.error(f"The model's forward does not take an input of shape {tuple(inputs.shape)}: {error}")
+        given = f"an input of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else "its example_input_array"
+        parser.error(f"The model's forward does not take {given}: {error}")
     print(json.dumps(advice.to_dict(), indent=1) if parsed.json else advice.text())
     return 0
 
@@ -234,16 +244,33 @@ def _model(config: Path | None, words: list[str]) -> nn.Module:
         raise ValueError(one_line(str(error))) from error
 
 
-def _inputs(model: nn.Module, shape: str | None) -> torch.Tensor | None:
-    """An input for the forward: token numbers where the model begins with an embedding, numbers elsewhere.
+def _inputs(model: nn.Module, shape: str | None) -> Inputs | None:
+    """Inputs for the forward: of that shape, else the model's example; ``None`` where it has none.
+
+    Raises:
+        ValueError: the shape is none, or the forward takes more than one argument.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("meta"))
+    if shape is None:
+        example: Inputs | None = getattr(model, "example_input_array", None)
+        return tree_map_only(Tensor, lambda x: x.to(device), example)
+    inputs = _input_of_shape(model, shape, device)
+    try:
+        inspect.signature(model.forward).bind(inputs)
+    except TypeError as error:
+        raise ValueError(
+            f"--input-shape is for a forward with one argument ({error}): set example_input_array for a forward with "
+            "several arguments, to a tuple or a dict of them, and leave --input-shape out."
+        ) from None
+    return inputs
+
+
+def _input_of_shape(model: nn.Module, shape: str, device: torch.device) -> Tensor:
+    """Token numbers where the model begins with an embedding, numbers elsewhere.
 
     Raises:
         ValueError: the shape is none.
     """
-    device = next((p.device for p in model.parameters()), torch.device("meta"))
-    if shape is None:
-        example = getattr(model, "example_input_array", None)
-        return example.to(device) if isinstance(example, torch.Tensor) else None
     try:
         sizes = [int(part) for part in shape.split(",")]
     except ValueError:

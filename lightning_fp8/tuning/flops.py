@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,8 +120,22 @@ def _layer_flops(layer: Any, x: Tensor, output: Tensor) -> float:
     return 2.0 * products * (x.numel() // in_features) * sizes
 
 
+def forward_flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+    """FLOPs of one operation by torch's formulas; 0 where there is none."""
+    packet = _packet(func)
+    return float(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0.0
+
+
+def _packet(func: Any) -> Any:
+    """What the formula of an operation is registered for."""
+    return _SAME_AS.get(func._overloadpacket, func._overloadpacket)
+
+
 class _Counter(TorchDispatchMode):
     """Sums FLOPs by torch's formulas (``FlopCounterMode`` would hook every module, forward and backward, as well)."""
+
+    # Flex attention is one, which has no formula; it would be an error.
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +144,9 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        packet = _packet(func)
         counts = packet in flop_registry and not _in_counted_backward()
         if any(issubclass(cls, DTensor) for cls in types):
             # It goes on with what is local here, and that counts. Local tensors take no gradients themselves.

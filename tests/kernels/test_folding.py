@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +165,10 @@ def test_both_graphs_of_an_inductor_model_go_through_the_pass(monkeypatch: pytes
 
         decorated(x.detach())
     assert len(seen) == 4, "forward and backward of the layers, and the two functions"
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(16, 16), None])
+def test_another_compiler_is_refused_with_the_way_out(model: torch.nn.Module | None) -> None:
+    compile: Any = lightning_fp8.compile
+    with pytest.raises(TypeError, match=r"takes no backend: it always compiles by Inductor.*use torch\.compile"):
+        compile(model, backend="aot_eager")

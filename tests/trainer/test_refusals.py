@@ -60,6 +60,14 @@ def test_a_setting_of_a_wrong_type_is_refused(settings: dict[str, Any], message:
         FP8Precision(**settings)
 
 
+def test_a_plugin_shows_its_settings() -> None:
+    assert "loss_scale" not in repr(FP8Precision()) and "tokens" not in repr(FP8Precision())
+    given = FP8Precision("rowwise", precision="bf16-true", loss_scale=1024, tokens=512)
+    expected = "recipe=RowwiseScaling(), backend='auto', precision='bf16-true', loss_scale=1024.0, layers='auto'"
+    assert repr(given) == f"FP8Precision({expected}, tokens=512)"
+    assert "loss_scale='dynamic'" in repr(FP8Precision(precision="16-mixed"))
+
+
 def test_e5m2_twice_and_an_empty_history_are_refused() -> None:
     with pytest.raises(ValueError, match=r"E5M2 by E5M2.*E4M3"):
         FP8Precision({"name": "delayed", "format": {"input": "e5m2", "grad_output": "e5m2"}})

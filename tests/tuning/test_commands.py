@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from examples.gpt.model import GPT
 from lightning_fp8 import support_table
@@ -18,7 +19,7 @@ from lightning_fp8.cli import main
 from lightning_fp8.recipes import RECIPE_NAMES, get_recipe
 from lightning_fp8.tuning import commands
 from lightning_fp8.tuning.advice import advise, observe
-from lightning_fp8.tuning.bench import Measurement, _by_kind, format_row, measure
+from lightning_fp8.tuning.bench import RECIPES, Measurement, _by_kind, format_row, measure
 from lightning_fp8.tuning.choice import Source
 from lightning_fp8.tuning.decoder import SHAPES, DecoderShape, parse_shape
 from lightning_fp8.tuning.peaks import peak_of
@@ -82,6 +83,7 @@ def test_advice_names_the_layers_that_gain_and_a_step(table: str, capsys: pytest
     saved = sum(layer["bf16_ms"] - layer["fp8_ms"] for layer in layers.values() if layer["fp8"])
     assert found["fp8_ms"] == pytest.approx(found["bf16_ms"] - saved)
     assert found["speedup"] == pytest.approx(found["bf16_ms"] / found["fp8_ms"]) and found["speedup"] > 1
+    assert found["rest_ms"].pop("other products") == 0
     assert set(found["rest_ms"]) == {"attention", "pointwise", "optimizer"} and min(found["rest_ms"].values()) > 0
 
 
@@ -144,6 +146,11 @@ def test_advice_names_the_recipe_that_was_asked_for(
         ([*GPT_WORDS, "--input-shape", "2,x"], "--input-shape"),
         ([*GPT_WORDS, "--input-shape", "2,0"], "--input-shape"),
         ([*GPT_WORDS, "--input-shape", "2,4096"], "does not take an input of shape (2, 4096)"),
+        (
+            ["--model", "tests.tuning.test_commands.Two", "--input-shape", "2,64"],
+            "set example_input_array for a forward",
+        ),
+        (["--model", "tests.tuning.test_commands.Two", "--model.form", "wrong"], "take its example_input_array"),
     ],
 )
 def test_mistakes_in_one_line(words: list[str], message: str, table: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,8 +168,75 @@ def test_a_forward_shows_rows_of_each_layer_and_causal_attention() -> None:
     seen = observe(model, torch.zeros(3, 32, dtype=torch.int64, device="meta"))
     assert seen.rows["blocks.1.down"] == seen.rows["head"] == 96
     # Two products of 2 x 32 x 32 x 64 FLOPs, for 3 sequences in 2 layers; half of them behind the mask.
-    assert seen.attention_flops == 2 * (2 * 32 * 32 * 64) * 3 * 2 / 2
-    assert not any(layer._forward_pre_hooks for layer in model.modules())
+    assert seen.attention_flops == 2 * (2 * 32 * 32 * 64) * 3 * 2 / 2 and seen.product_flops == 0
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.modules())
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("train", [True, False])
+def test_products_of_torchs_own_attention_are_counted(device: str, train: bool) -> None:
+    with torch.device(device):
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).train(train)
+        seen = observe(model, torch.zeros(3, 32, 64))
+    # In and out projections, and both products of attention; torch calls them out of reach of hooks.
+    assert seen.product_flops == 2 * 3 * 32 * (2 * 4 * 64 * 64 + 2 * 2 * 32 * 64)
+    assert seen.attention_flops == 0 and seen.rows["layers.1.linear1"] == 96
+
+
+def test_products_by_hand_take_time_in_a_step() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv1d(64, 64, 2, stride=2)
+            self.fc = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.fc(self.patches(x).mT)
+            return torch.compile(lambda z: z @ z.mT)(y)
+
+    seen = observe(ByHand(), torch.zeros(3, 64, 32))
+    assert seen.product_flops == 2 * 3 * (16 * 64 * 128 + 16 * 64 * 16)
+    source, peak = Source(made_up_table(), "delayed", "made up"), peak_of("H200")
+    advice = advise(ByHand(), get_recipe("delayed"), source, "H200", peak, 1, torch.zeros(3, 64, 32))
+    assert advice.rest_ms["other products"] > 0
+
+
+def test_flex_attention_does_not_stop_the_count() -> None:
+    class Flex(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return flex_attention(x, x @ x.mT @ x, x)
+
+    assert observe(Flex(), torch.zeros(1, 2, 16, 16)).product_flops == 2 * 2 * 2 * 16**3
+
+
+def test_a_layer_that_is_never_called_says_why_it_stays() -> None:
+    source = Source(made_up_table(), "delayed", "made up")
+    model, x = nn.MultiheadAttention(64, 4), torch.zeros(8, 2, 64)
+    (layer,) = advise(model, get_recipe("delayed"), source, "H200", None, 1, (x, x, x)).layers
+    assert "subclass" in layer.reason and not layer.tokens
+
+
+class Two(nn.Module):
+    """A forward with two arguments, and examples of them in Lightning's forms."""
+
+    def __init__(self, form: str = "tuple") -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 128)
+        x = torch.zeros(2, 3, 64, device="cpu")
+        forms: dict[str, Any] = {"tuple": (x, x), "list": [x, x], "dict": {"x": x, "scale": x}, "wrong": (x,)}
+        self.example_input_array = forms[form]
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.fc(x * scale)
+
+
+@pytest.mark.parametrize("form", ["tuple", "list", "dict"])
+def test_examples_of_several_arguments(form: str, table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "--model", "tests.tuning.test_commands.Two", "--model.form", form, "--table", table, "--json"]
+    assert main(words) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert layer["tokens"] == 6
 
 
 def test_a_layer_that_is_called_by_keyword_shows_its_rows() -> None:
@@ -224,6 +298,14 @@ def test_the_estimate_meets_the_step_it_was_made_from() -> None:
 
 
 # --- bench
+
+
+def test_benchs_help_names_recipes_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"of {', '.join(RECIPE_NAMES)}; by default {', '.join(RECIPES)}" in text
+    assert "timed rounds of three steps; by default 5" in text
 
 
 def test_bench_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

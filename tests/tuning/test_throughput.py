@@ -566,3 +566,13 @@ def test_peaks_are_dense_and_by_name() -> None:
 def test_on_a_gpu_events_give_an_mfu_between_0_and_1() -> None:
     row = fit(FP8Throughput(every_n_steps=2), accelerator="gpu", devices=1).rows[-1][1]
     assert 0 < row.get("throughput/mfu", 0.5) < 1 and row["throughput/steps_per_second"] > 0
+
+
+def test_flex_attention_goes_on_uncounted() -> None:
+    """It is no plain operation, and has no formula; on the CPU it has no backward either."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    layer, x = nn.Linear(16, 16), torch.randn(1, 2, 16, 16)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad(), StepFlops([]) as counted:
+        y = flex_attention(layer(x), x, x)
+    assert y.isfinite().all() and sum(counted.flops) == 2 * x.numel() * 16
