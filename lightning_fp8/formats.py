@@ -117,8 +117,9 @@ def compute_scale(
     """The scale that maps ``amax * 2**margin`` onto ``max_value``, the largest value of a format.
 
     ``scale = max_value / amax / 2**margin`` is Transformer Engine's formula (its ``DelayedScaling`` recipe, 2.x). It is
-    kept within ``[2**-126, max_scale]``, so that neither a zero amax nor a tiny one gives Inf. A non-finite amax gives
-    scale 1: the operand holds NaN codes whatever its scale.
+    kept within ``[2**-126, max_scale]``, so that neither a zero amax nor a tiny one gives Inf; one so small that
+    ``max_value / amax`` is Inf in fp32 gives ``max_scale`` with any margin. A non-finite amax gives scale 1: the
+    operand holds NaN codes whatever its scale.
 
     Args:
         amax: fp32, non-negative, any shape.

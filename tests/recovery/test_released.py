@@ -69,4 +69,4 @@ def test_a_rejected_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCap
     model.nan = True
     fit(model, SkipBatchRecovery(log=None), tmp_path)
     warned = [record.getMessage() for record in caplog.records if "was rejected" in record.getMessage()]
-    assert warned == ["Step 1 was rejected: nonfinite in loss. Action: skip."]
+    assert warned == ["Step 1 was rejected: nonfinite in loss on rank 0. Action: skip."]
