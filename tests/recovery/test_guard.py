@@ -275,18 +275,21 @@ def test_a_batch_of_any_layout_and_type_is_told_where_it_was_bad(kind, value):
     guard = StepGuard(model, [optimizer])
     (batch,) = make_batches(1)
     batch[0, 0] = value
+    given = BATCHES[kind](batch)
     guard.begin()
-    guard.observe_batch({"x": BATCHES[kind](batch)})
+    guard.observe_batch({"x": given})
     guard.observe(model(batch).square().mean())
     guard.decide(optimizer)
     (outcome,) = guard.outcomes()
+    # E4M3 and E8M0 have no Inf: torch 2.11 casts it to NaN, 2.13 to the largest number of E4M3.
+    saturates = kind == "e4m3" and given.float().isfinite().all()
     if math.isfinite(value):
         assert outcome.finding is None
-    elif kind == "empty" or (kind == "e4m3" and math.isinf(value)):  # E4M3 has no Inf.
+    elif kind == "empty" or saturates:
         assert outcome.finding.culprits[0].where == "loss"
     else:
         first = outcome.finding.culprits[0]
-        assert first.where == "batch" and math.isnan(first.value) == (math.isnan(value) or kind == "e8m0")
+        assert first.where == "batch" and math.isnan(first.value) == (math.isnan(value) or kind in ("e4m3", "e8m0"))
 
 
 def test_an_amax_jump_is_rejected_and_named():
