@@ -59,14 +59,18 @@ def amax_of(x: Tensor) -> Tensor | None:
     Returns:
         ``[]`` on the device of ``x``, in its type (of FP8 in bf16); ``None`` where there are no values.
     """
-    # FP8 has no kernels for it; bf16 holds every value of each of its formats.
-    parts = [p.bfloat16() if p.dtype.itemsize == 1 else p for p in _dense_parts(x) if p.numel()]
+    parts = [with_norms(part) for part in _dense_parts(x) if part.numel()]
     if not parts:
         return None
     # One pass and no temporary, unlike x.abs().amax().
     if len(parts) == 1:
         return torch.linalg.vector_norm(parts[0], torch.inf)
     return torch.stack(torch._foreach_norm(parts, torch.inf)).amax()
+
+
+def with_norms(x: Tensor) -> Tensor:
+    """``x`` in a type that torch takes norms of: FP8 has no kernels, and bf16 holds each value of its formats."""
+    return x.bfloat16() if x.dtype.itemsize == 1 else x
 
 
 def _dense_parts(x: Tensor) -> Sequence[Tensor]:

@@ -60,7 +60,7 @@ class Cast:
     @property
     def largest_scale(self) -> float:
         """What ``max_scale`` lets a scale be, in fp32 and, where scales are such, as a power of two."""
-        cap = torch.tensor(self.max_scale, dtype=torch.float32)
+        cap = torch.tensor(self.max_scale, dtype=torch.float32, device="cpu")
         return (round_down_to_power_of_two(cap) if self.power_of_two else cap).item()
 
     def scale(self, amax: Tensor) -> Tensor:

@@ -154,12 +154,12 @@ class LossScaler:
         """
         if not self._unscaled:
             return
-        device = parameters_of(self._unscaled[0])[0].device
         held = [any(local_values(g).any() for g in gradients_of(optimizer)) for optimizer in self._unscaled]
-        flags = torch.tensor(held, dtype=torch.float32, device=device)
         if world_size() > 1:
+            flags = torch.tensor(held, dtype=torch.float32, device=parameters_of(self._unscaled[0])[0].device)
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        self._unscaled = [o for o, flag in zip(self._unscaled, flags.tolist(), strict=True) if flag]
+            held = flags.bool().tolist()
+        self._unscaled = [optimizer for optimizer, holds in zip(self._unscaled, held, strict=True) if holds]
 
     def _dynamic(self, device_type: str) -> torch.amp.GradScaler:
         # Made at the first loss: only then is the device known.

@@ -24,7 +24,7 @@ from lightning_fp8.comm.fsdp import communicate_fsdp_in_fp8
 from lightning_fp8.comm.links import DEFAULT_MIN_NUMEL, NEVER, Wire, check_wire, link_between
 from lightning_fp8.compiling import module_arguments
 from lightning_fp8.linear import Float8Linear
-from lightning_fp8.model import check_conversion, convert_model
+from lightning_fp8.model import check_conversion, convert_model, default_device
 from lightning_fp8.recipes import Recipe
 from lightning_fp8.selection import LayerSelection, find_blocks, linear_layers
 
@@ -114,7 +114,7 @@ def shard(
     names = _block_names(module, blocks)
     if data_mesh is not None:
         _refuse_shared_parameters(module, names)
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = default_device() if mesh.device_type == "cuda" else torch.device("cpu")
     choice = check_conversion(module, recipe, backend, layers, device)
     if param == "fp8" and not isinstance(choice.backend, NativeBackend):
         raise ValueError(

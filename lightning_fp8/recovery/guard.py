@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_fp8.amaxes import amax_of
+from lightning_fp8.amaxes import amax_of, with_norms
 from lightning_fp8.batches import tensors_of
 from lightning_fp8.loss_scaling import LossScaler
 from lightning_fp8.optimizers import parameters_of
@@ -383,9 +383,7 @@ class StepGuard:
         """This rank's that can be bad; lazy ones before their first forward and integers have a place only."""
         if is_lazy(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
             return torch.empty(0, device=self.device)
-        values = local_values(parameter.detach())
-        # FP8 has no kernels for norms; bf16 holds every value of each of its formats.
-        return values.bfloat16() if values.dtype.itemsize == 1 else values
+        return with_norms(local_values(parameter.detach()))
 
     def _loss(self, judge: Judge) -> Tensor | None:
         if not self._losses:

@@ -13,24 +13,29 @@ from recovery_models import MODES, Net, fit, make_loader, make_trainer, recovery
 from lightning_fp8.callbacks.fault_injector import Fault, FaultInjector
 
 
+def saved_after_each_step(tmp_path, model, callback, faults, **checkpoint):
+    """The module after 30 steps, and what was saved after each."""
+    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, **checkpoint)
+    model, _ = fit(
+        tmp_path, [FaultInjector(faults), callback, every], model=model, max_steps=30, enable_checkpointing=True
+    )
+    paths = list(tmp_path.glob("*step=*.ckpt"))
+    assert len(paths) == 30 and math.isfinite(test_loss(model))
+    states = [torch.load(path, weights_only=True) for path in paths]
+    for path, state in zip(paths, states, strict=True):
+        assert all(value.isfinite().all() for value in state["state_dict"].values()), path
+    return model, states
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_checkpoint_ever_holds_bad_weights(tmp_path, mode):
     """A weight goes bad where no rewind may mend it; a checkpoint after every step; none may hold it."""
-    settings = {"skips": 100, "rewinds": 1}
     faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0"), Fault("batch", 26), Fault("batch", 27)]
-    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    callback = recovery(**settings)
-    model, _ = fit(
-        tmp_path, [FaultInjector(faults), callback, every], model=Net(MODES[mode]), max_steps=30,
-        enable_checkpointing=True,
-    )  # fmt: skip
-    paths = list(tmp_path.glob("*step=*.ckpt"))
-    assert len(paths) == 30 and math.isfinite(test_loss(model))
-    for path in paths:
-        state = torch.load(path, weights_only=True)
-        assert all(value.isfinite().all() for value in state["state_dict"].values()), path
+    callback = recovery(skips=100, rewinds=1)
+    _, states = saved_after_each_step(tmp_path, Net(MODES[mode]), callback, faults)
+    for state in states:
         moments = [v for s in state["optimizer_states"][0]["state"].values() for v in s.values()]
-        assert all(value.isfinite().all() for value in moments), path
+        assert all(value.isfinite().all() for value in moments), state["global_step"]
     reasons = [(e["step"], e.get("reason")) for e in callback.events.recent if e["event"] == "rewind"]
     assert (28, "before a save") in reasons and len(reasons) == 3
 
@@ -105,17 +110,9 @@ def test_saves_of_weights_only_are_guarded_too(tmp_path, mode):
             checkpoint["noted"] = checkpoint["state_dict"]["net.0.weight"].isfinite().all().item()
 
     faults = [Fault("weight", 15, "net.0"), Fault("weight", 22, "net.0")]
-    every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
     callback = recovery(skips=100, rewinds=1)
-    model, _ = fit(
-        tmp_path, [FaultInjector(faults), callback, every], model=Noted(MODES[mode]), max_steps=30,
-        enable_checkpointing=True,
-    )  # fmt: skip
-    paths = list(tmp_path.glob("*step=*.ckpt"))
-    assert len(paths) == 30 and math.isfinite(test_loss(model))
-    for path in paths:
-        state = torch.load(path, weights_only=True)
+    model, states = saved_after_each_step(tmp_path, Noted(MODES[mode]), callback, faults, save_weights_only=True)
+    for state in states:
         assert "optimizer_states" not in state and state["noted"] is True
-        assert all(value.isfinite().all() for value in state["state_dict"].values()), path
     assert "before a save" in [e.get("reason") for e in callback.events.recent]
     assert "on_save_checkpoint" not in model.__dict__, "the module is left as it was"
